@@ -134,12 +134,9 @@ func (x executor) place(ctx context.Context, i OrderIntent, a Attempt) error {
 	return x.conclude(ctx, i, a, a.Trust(x.exchange.place(ctx, i, a), time.Now()))
 }
 
-// sqlExpire changes nothing if another process has sent the attempt.
-const sqlExpire = `UPDATE order_attempt SET state = $3, updated_at = now() WHERE identifier = $1 AND state = ANY($2)`
-
-// expire ends an attempt that was not sent.
+// expire ends an attempt that was not sent, unless another process has sent it meanwhile.
 func (x executor) expire(ctx context.Context, a Attempt) error {
-	ended, err := x.db.Exec(ctx, sqlExpire, a.Identifier, before[Expired], Expired)
+	ended, err := x.db.Exec(ctx, sqlConclude, a.Identifier, before[Expired], Expired, "", "")
 	if err == nil && ended.RowsAffected() == 0 {
 		return unknown(errSending)
 	}

@@ -285,35 +285,12 @@ func TestFrozenRebaseEnds(t *testing.T) {
 	d.emigrate(t, 0, true)
 	_, l, _, err := d.arrive(t, "default")
 	require.ErrorIs(t, err, cursors.ErrOtherCluster)
-	cfg, tracer := d.DB.Config().Copy(), new(idleTracer)
+	cfg, tracer := d.DB.Config().Copy(), new(testenv.IdleTracer)
 	cfg.ConnConfig.Tracer = tracer
 	pool, err := pgxpool.NewWithConfig(ctx, cfg)
 	require.NoError(t, err)
 	defer pool.Close()
 	_, err = cursors.NewStore(pool, d.Schema, "default").Rebase(ctx, l)
 	require.NoError(t, err)
-	require.Equal(t, []string{"10s"}, tracer.bounds)
-}
-
-// idleTracer reads, while a rebase holds its lock, how long its transaction may be idle.
-type idleTracer struct {
-	holds  bool
-	bounds []string
-}
-
-func (r *idleTracer) TraceQueryStart(ctx context.Context, _ *pgx.Conn, q pgx.TraceQueryStartData) context.Context {
-	r.holds = strings.Contains(q.SQL, "pg_advisory_xact_lock")
-	return ctx
-}
-
-func (r *idleTracer) TraceQueryEnd(ctx context.Context, conn *pgx.Conn, _ pgx.TraceQueryEndData) {
-	if !r.holds {
-		return
-	}
-	r.holds = false
-	var bound string
-	if err := conn.QueryRow(ctx, `SELECT current_setting('idle_in_transaction_session_timeout')`).Scan(&bound); err != nil {
-		bound = err.Error()
-	}
-	r.bounds = append(r.bounds, bound)
+	require.Equal(t, []string{"10s"}, tracer.Bounds)
 }

@@ -98,20 +98,20 @@ SELECT (SELECT min(first.next_retry_at) FROM pg_catalog.unnest(` + typesOf + `) 
   FROM unnest($2::text[], $3::text[], $4::timestamptz[], $6::text[]) WITH ORDINALITY AS w (action, stream, since, types, n)
  ORDER BY w.n`
 
-// Claim claims at most limit due rows, and at most follow parked rows behind each. With suspects it claims
+// Claim is claim for callers without a process that suspects may end: it claims them, or all other rows.
+func (s *Store) Claim(ctx context.Context, pairs []Claimable, limit, follow int, suspects bool, budget int64) ([]Delivery, error) {
+	room := noSuspects
+	if suspects {
+		room = anySuspects
+	}
+	return s.claim(ctx, pairs, limit, follow, room, budget)
+}
+
+// claim claims at most limit due rows, and at most follow parked rows behind each. With room for suspects it claims
 // only rows that were taken over, without the rows behind them. Rows beyond the budget of bytes come bare,
 // as from Queue. Afterwards claimedUnseen says whether there may be other rows that it has claimed.
-func (s *Store) Claim(ctx context.Context, pairs []Claimable, limit, follow int, suspects bool, budget int64) ([]Delivery, error) {
-	return s.claimBy(ctx, pairs, limit, follow, suspects, false, budget)
-}
-
-// claimFresh is Claim of one row that was taken over, is without an attempt so far, and has more than one.
-func (s *Store) claimFresh(ctx context.Context, pairs []Claimable) ([]Delivery, error) {
-	return s.claimBy(ctx, pairs, 1, 0, true, true, 0)
-}
-
-// claimBy is Claim, of fresh rows only if fresh is set.
-func (s *Store) claimBy(ctx context.Context, pairs []Claimable, limit, follow int, suspects, fresh bool, budget int64) (claimed []Delivery, err error) {
+func (s *Store) claim(ctx context.Context, pairs []Claimable, limit, follow int, room suspectRoom, budget int64) (claimed []Delivery, err error) {
+	suspects, fresh := room != noSuspects, room == freshSuspects
 	actions, streams, types := columnsOfClaimable(pairs)
 	since := column(pairs, func(c *Claimable) time.Time { return s.due.start(claimScan{c.Pair, suspects}) })
 	yielded := s.yielded.current()

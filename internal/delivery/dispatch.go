@@ -319,12 +319,7 @@ func (d *Dispatcher) claim(ctx context.Context, k *LaneKind, c claimRequest) (ro
 	ctx, cancel := context.WithTimeout(ctx, DispatchTimeout)
 	defer cancel()
 	began := time.Now()
-	var got []Delivery
-	if c.suspects == freshSuspects {
-		got, err = d.store.claimFresh(ctx, c.pairs)
-	} else {
-		got, err = d.store.Claim(ctx, c.pairs, c.limit, c.follow, c.suspects == anySuspects, c.budget)
-	}
+	got, err := d.store.claim(ctx, c.pairs, c.limit, c.follow, c.suspects, c.budget)
 	if d.store.claimedUnseen.Swap(false) {
 		d.signalUnknown()
 	}

@@ -89,34 +89,10 @@ func TestBuildSaysWhoBuilds(t *testing.T) {
 func TestFrozenBuildEnds(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t)
-	tracer := new(idleTracer)
+	tracer := new(testenv.IdleTracer)
 	db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.Tracer = tracer })
 	require.NoError(t, f.build(t.Context(), db))
-	require.Equal(t, []string{"30s"}, tracer.bounds)
-}
-
-// idleTracer reads, while a build holds its lock, how long its transaction may be idle.
-type idleTracer struct {
-	holds  bool
-	bounds []string
-}
-
-func (r *idleTracer) TraceQueryStart(ctx context.Context, _ *pgx.Conn, q pgx.TraceQueryStartData) context.Context {
-	r.holds = strings.Contains(q.SQL, "pg_try_advisory_xact_lock")
-	return ctx
-}
-
-func (r *idleTracer) TraceQueryEnd(ctx context.Context, conn *pgx.Conn, _ pgx.TraceQueryEndData) {
-	if !r.holds {
-		return
-	}
-	r.holds = false
-	var bound string
-	// The build waits for the snapshot that another protocol would leave.
-	if err := conn.QueryRow(ctx, `SELECT current_setting('idle_in_transaction_session_timeout')`, pgx.QueryExecModeSimpleProtocol).Scan(&bound); err != nil {
-		bound = err.Error()
-	}
-	r.bounds = append(r.bounds, bound)
+	require.Equal(t, []string{"30s"}, tracer.Bounds)
 }
 
 // A build that takes longer than a frozen process may have the lock keeps the lock.

@@ -94,12 +94,7 @@ func (r *Reader) Span(ctx context.Context, p Partition, from int64) (Span, error
 }
 
 // ErrNoPartition is a [kerr.UnknownTopicOrPartition]: the topic exists, and does not have the partition.
-var ErrNoPartition error = noPartition{}
-
-type noPartition struct{}
-
-func (noPartition) Error() string { return kerr.UnknownTopicOrPartition.Error() }
-func (noPartition) Unwrap() error { return kerr.UnknownTopicOrPartition }
+var ErrNoPartition = fmt.Errorf("%w", kerr.UnknownTopicOrPartition)
 
 // checkKnown returns an error if the topic has no such partition.
 func (r *Reader) checkKnown(p Partition) error {

@@ -222,7 +222,7 @@ func (m *Migrator) try(ctx context.Context, step Step, pause time.Duration) erro
 	if err != nil || version >= step.Version {
 		return errors.Join(err, execScript(ctx, conn.Conn(), "ROLLBACK"))
 	}
-	if _, err := conn.Exec(ctx, sqlStepSettings, pgx.Identifier{m.Schema}.Sanitize(), m.lockTimeout()); err != nil {
+	if _, err := conn.Exec(ctx, sqlStepSettings, pgx.Identifier{m.Schema}.Sanitize(), milliseconds(m.LockTimeout)); err != nil {
 		return err
 	}
 	// All of it is one message: no transaction waits for a process that stops in between.
@@ -234,10 +234,8 @@ func (m *Migrator) try(ctx context.Context, step Step, pause time.Duration) erro
 	return err
 }
 
-// lockTimeout returns the setting of PostgreSQL, in which 0 would mean without end.
-func (m *Migrator) lockTimeout() string {
-	return strconv.FormatInt(max(1, m.LockTimeout.Milliseconds()), 10)
-}
+// milliseconds returns a time for a setting of PostgreSQL, in which 0 would mean without end.
+func milliseconds(d time.Duration) string { return strconv.FormatInt(max(1, d.Milliseconds()), 10) }
 
 // Bounds of the transaction that has, or waits for, the lock of those that migrate.
 const (
@@ -261,7 +259,6 @@ type execer interface {
 // lock takes the lock of those that migrate, until the end of the transaction. The transaction pauses then, and no
 // longer: PostgreSQL ends the transaction of a process that is frozen, because all others would wait for it.
 func (m *Migrator) lock(ctx context.Context, tx execer, pause time.Duration) error {
-	milliseconds := func(d time.Duration) string { return strconv.FormatInt(d.Milliseconds(), 10) }
 	_, err := tx.Exec(ctx, sqlMigrateBound, milliseconds(migrateWait), milliseconds(pause+migrateIdle))
 	if err == nil {
 		_, err = tx.Exec(ctx, sqlMigrateLock, m.Schema)

@@ -7,7 +7,6 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
@@ -45,38 +44,15 @@ func TestMigrateSaysWhoMigrates(t *testing.T) {
 func TestFrozenMigrationEnds(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t)
-	cfg, tracer := f.db.Config().Copy(), new(idleTracer)
+	cfg, tracer := f.db.Config().Copy(), new(testenv.IdleTracer)
 	cfg.ConnConfig.Tracer = tracer
 	var err error
 	f.db, err = pgxpool.NewWithConfig(t.Context(), cfg)
 	require.NoError(t, err)
 	defer f.db.Close()
 	require.NoError(t, f.migrator(nextFiles(t)).Run(t.Context()))
-	require.Len(t, tracer.bounds, 2*len(nextRelease), "to protect the schema, and to apply the file")
-	for _, bound := range tracer.bounds {
+	require.Len(t, tracer.Bounds, 2*len(nextRelease), "to protect the schema, and to apply the file")
+	for _, bound := range tracer.Bounds {
 		require.Equal(t, "10s", bound)
 	}
-}
-
-// idleTracer reads, while a migration holds its lock, how long its transaction may be idle.
-type idleTracer struct {
-	holds  bool
-	bounds []string
-}
-
-func (r *idleTracer) TraceQueryStart(ctx context.Context, _ *pgx.Conn, q pgx.TraceQueryStartData) context.Context {
-	r.holds = strings.Contains(q.SQL, "pg_advisory_xact_lock")
-	return ctx
-}
-
-func (r *idleTracer) TraceQueryEnd(ctx context.Context, conn *pgx.Conn, _ pgx.TraceQueryEndData) {
-	if !r.holds {
-		return
-	}
-	r.holds = false
-	var bound string
-	if err := conn.QueryRow(ctx, `SELECT current_setting('idle_in_transaction_session_timeout')`).Scan(&bound); err != nil {
-		bound = err.Error()
-	}
-	r.bounds = append(r.bounds, bound)
 }

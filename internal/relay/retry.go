@@ -76,10 +76,8 @@ func (r *retrier) pause() time.Duration {
 // repeat runs rounds, unless the breaker is open.
 func (r *retrier) repeat(ctx context.Context, now <-chan struct{}, pause func() time.Duration, round func(context.Context) error) {
 	for ctx.Err() == nil && r.Held.Err() == nil {
-		after := pause
-		if r.Breaker.State() == breaker.Open { // a round that is skipped says nothing about PostgreSQL
-			after = func() time.Duration { return max(pause(), r.probeEvery()) } // pause may be over
-		} else {
+		open := r.Breaker.State() == breaker.Open
+		if !open { // a round that is skipped says nothing about PostgreSQL
 			err := round(ctx)
 			if r.Held.Err() != nil || errors.Is(err, lease.ErrLeaseLost) {
 				return
@@ -88,7 +86,11 @@ func (r *retrier) repeat(ctx context.Context, now <-chan struct{}, pause func() 
 				r.Outage.Report(err)
 			}
 		}
-		wait.Await(ctx, r.Held, now, after())
+		left := pause()
+		if open { // then the pause may be over
+			left = max(left, r.probeEvery())
+		}
+		wait.Await(ctx, r.Held, now, left)
 	}
 }
 

@@ -87,7 +87,6 @@ type Member struct {
 	replaced  map[string]bool                       // topics that were deleted and created again
 	positions map[kafka.Partition]position
 	committed map[kafka.Partition]int64 // the offsets that were noted last
-	setBack   map[kafka.Partition]bool  // partitions whose offsets were set back since they were saved
 }
 
 // NewMember returns a member that does nothing yet.
@@ -96,7 +95,7 @@ func NewMember(cfg Config) *Member {
 		cfg: cfg, id: uuid.New(), prepared: make(chan struct{}), stalled: make(chan struct{}, 1),
 		ids: map[string]kafka.TopicID{}, stalls: map[kafka.Partition]int{}, missing: map[string]time.Time{}, omitted: map[string]bool{},
 		awaited: map[kafka.Partition]int64{}, held: map[kafka.Partition]kafka.TopicID{}, replaced: map[string]bool{}, positions: map[kafka.Partition]position{},
-		committed: map[kafka.Partition]int64{}, setBack: map[kafka.Partition]bool{},
+		committed: map[kafka.Partition]int64{},
 	}
 	m.outdated, m.end = context.WithCancel(context.Background())
 	return m

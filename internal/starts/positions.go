@@ -2,7 +2,6 @@ package starts
 
 import (
 	"context"
-	"maps"
 	"time"
 
 	"github.com/outboxgo/outbox/internal/kafka"
@@ -10,7 +9,10 @@ import (
 )
 
 // position is the offset of the group in a partition that is to be saved.
-type position struct{ offset, lost int64 }
+type position struct {
+	offset, lost int64
+	setBack      bool // offset may be lower than one that was saved
+}
 
 const (
 	saveInterval = time.Minute
@@ -73,13 +75,13 @@ func (m *Member) Works(at kafka.Partition) {
 func (m *Member) note(at kafka.Partition, p position) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
+	before, ok := m.positions[at]
+	p.setBack = before.setBack
 	if p.offset != None {
-		if committed, ok := m.committed[at]; ok && p.offset < committed {
-			m.setBack[at] = true
-		}
+		committed, known := m.committed[at]
+		p.setBack = p.setBack || known && p.offset < committed
 		m.committed[at] = p.offset
 	}
-	before, ok := m.positions[at]
 	if ok && p.offset == None {
 		p.offset = before.offset
 	}
@@ -93,11 +95,11 @@ func (m *Member) SavePositions(ctx context.Context) { _ = m.save(ctx) } // which
 
 func (m *Member) save(ctx context.Context) error {
 	m.mu.Lock()
-	unsaved, setBack := m.positions, m.setBack
-	m.positions, m.setBack = map[kafka.Partition]position{}, map[kafka.Partition]bool{}
+	unsaved := m.positions
+	m.positions = map[kafka.Partition]position{}
 	var offsets []Offset
 	for at, p := range unsaved {
-		offsets = append(offsets, Offset{Partition: at, Topic: m.ids[at.Topic], At: p.offset, Lost: p.lost, SetBack: setBack[at]})
+		offsets = append(offsets, Offset{Partition: at, Topic: m.ids[at.Topic], At: p.offset, Lost: p.lost, SetBack: p.setBack})
 	}
 	m.mu.Unlock()
 	if m.cfg.Store == nil || len(offsets) == 0 {
@@ -114,9 +116,6 @@ func (m *Member) save(ctx context.Context) error {
 	for at, p := range unsaved {
 		m.putBack(at, p)
 	}
-	m.mu.Lock()
-	maps.Copy(m.setBack, setBack)
-	m.mu.Unlock()
 	return err
 }
 
@@ -129,5 +128,6 @@ func (m *Member) putBack(at kafka.Partition, p position) {
 		p.offset = newer.offset
 	}
 	p.lost += newer.lost
+	p.setBack = p.setBack || newer.setBack
 	m.positions[at] = p
 }

@@ -46,11 +46,12 @@ func TestPositionIsPutBack(t *testing.T) {
 	t.Parallel()
 	at := kafka.Partition{Topic: "sales", Number: 0}
 	for name, tt := range map[string]struct{ newer, unsaved, want position }{
-		"lost meanwhile":              {position{None, 7}, position{4, 0}, position{4, 7}},
-		"lost before and meanwhile":   {position{None, 7}, position{4, 2}, position{4, 9}},
-		"committed meanwhile":         {position{5, 0}, position{None, 7}, position{5, 7}},
-		"both meanwhile":              {position{5, 1}, position{4, 7}, position{5, 8}},
-		"lost twice, and no position": {position{None, 1}, position{None, 7}, position{None, 8}},
+		"lost meanwhile":              {position{offset: None, lost: 7}, position{offset: 4, lost: 0}, position{offset: 4, lost: 7}},
+		"lost before and meanwhile":   {position{offset: None, lost: 7}, position{offset: 4, lost: 2}, position{offset: 4, lost: 9}},
+		"committed meanwhile":         {position{offset: 5, lost: 0}, position{offset: None, lost: 7}, position{offset: 5, lost: 7}},
+		"both meanwhile":              {position{offset: 5, lost: 1}, position{offset: 4, lost: 7}, position{offset: 5, lost: 8}},
+		"set back before":             {position{offset: 5}, position{offset: 4, setBack: true}, position{offset: 5, setBack: true}},
+		"lost twice, and no position": {position{offset: None, lost: 1}, position{offset: None, lost: 7}, position{offset: None, lost: 8}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -61,9 +62,9 @@ func TestPositionIsPutBack(t *testing.T) {
 		})
 	}
 	m := NewMember(Config{})
-	m.putBack(at, position{4, 0})
-	m.note(at, position{None, 7})
-	require.Equal(t, position{4, 7}, m.positions[at], "lost afterwards")
+	m.putBack(at, position{offset: 4, lost: 0})
+	m.note(at, position{offset: None, lost: 7})
+	require.Equal(t, position{offset: 4, lost: 7}, m.positions[at], "lost afterwards")
 }
 
 // Kafka has lost records, and new ones have their offsets. The position follows, also where records that were fetched
