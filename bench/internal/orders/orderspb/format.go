@@ -1,3 +1,4 @@
+// Package orderspb is the order of the benchmarks as a message of protobuf, and how events carry it.
 package orderspb
 
 import (
