@@ -1,7 +1,6 @@
 package itest
 
 import (
-	"bytes"
 	"context"
 	"slices"
 	"strconv"
@@ -71,11 +70,9 @@ func TestCompressedBombIsADeadLetter(t *testing.T) {
 			s, producer := newBombFixture(t, codec)
 			sendBatch(t, producer, s.soldRecord("before"))
 			sendBatch(t, producer, s.soldRecord("a"), s.bomb(bombSize), s.soldRecord("b"))
-			for range 2 {
-				sendBatch(t, producer, s.bomb(bombSize))
-			}
+			sendBatch(t, producer, s.bomb(bombSize))
 			sendBatch(t, producer, s.soldRecord("behind"))
-			s.requireBombs(t, []string{"a", "b", "before", "behind"}, 2, 4, 5)
+			s.requireBombs(t, []string{"a", "b", "before", "behind"}, 2, 4)
 		})
 	}
 }
@@ -151,19 +148,27 @@ func TestBombsOfTransactions(t *testing.T) {
 // A batch of many records is large, and none of them is: all are handled, and the queue stays within its bound.
 func TestBombOfManyRecords(t *testing.T) {
 	const records, size = 800, 500_000
-	spaces := bytes.Repeat([]byte(" "), size)
-	copy(spaces, `{"product":"p","amount":1}`)
+	// JSON would be read byte by byte, which takes a minute under the race detector.
+	blank := outbox.Codec{ContentType: "text/blank",
+		Encode: func(context.Context, any) ([]byte, error) { return nil, nil },
+		Decode: func(_ context.Context, _ []byte, event any) error {
+			event.(*sale).Product = "p"
+			return nil
+		}}
+	value := make([]byte, size)
 	s, producer := newBombFixture(t, kgo.Lz4Compression())
 	batch := make([]*kgo.Record, records)
 	for i := range batch {
 		batch[i] = s.soldRecord("p")
-		batch[i].Value = spaces
+		batch[i].Value = value
+		batch[i].Headers[len(batch[i].Headers)-1].Value = []byte(blank.ContentType)
 	}
 	sendBatch(t, producer, batch...)
 	before := heap()
 	var slow atomic.Bool
 	slow.Store(true)
-	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{MaxQueueBytes: 16 << 20, HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}},
+	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{MaxQueueBytes: 16 << 20,
+		HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart, Codecs: []outbox.Codec{blank}}},
 		outbox.HandleNoTx("SEEN", func(ctx context.Context, e sale, m outbox.Metadata) error {
 			for slow.Load() {
 				time.Sleep(time.Millisecond)

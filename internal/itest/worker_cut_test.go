@@ -324,7 +324,7 @@ func TestMovesInTheMiddleOfAWindow(t *testing.T) {
 	t.Parallel()
 	f := newMoveFixture(t)
 	f.retention = outbox.RetentionConfig{PublishedFor: time.Millisecond}
-	f.backlog(100_000)
+	f.backlog(40_000)
 	stopWorker := f.startWorker()
 	f.waitForWindow("worker:bank")
 	f.toKafka("r")
