@@ -142,7 +142,7 @@ func (c *crew) sleep(t *testing.T, d time.Duration) {
 // brokerConfig returns what brokers of a test's own have in common: the version that the environment chooses.
 func brokerConfig(t *testing.T) kafkaserver.Config {
 	t.Helper()
-	return kafkaserver.Config{Version: os.Getenv("OUTBOX_KAFKA_VERSION"), Progress: t.Output()}
+	return kafkaserver.Config{Version: os.Getenv("OUTBOX_KAFKA_VERSION"), Brief: true, Progress: t.Output()}
 }
 
 // startKafka starts a broker of the test's own. A process that is killed leaves what

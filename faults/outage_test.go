@@ -77,7 +77,7 @@ func (s *site) countFailed(t *testing.T, so string) (n int) {
 
 var (
 	failing = regexp.MustCompile(`^outbox: (.*) fails, trying until it works$`)
-	working = regexp.MustCompile(`^outbox: (.*) works again$`)
+	working = regexp.MustCompile(`^outbox: (.*) (works again|has failed, and is not tried any more: .*)$`)
 )
 
 // count returns how many warnings say this.
@@ -104,7 +104,7 @@ func (w *warnings) await(t *testing.T, text string, n int) {
 	require.Eventually(t, func() bool { return w.count(text) >= n }, testenv.Patience, time.Millisecond, "not told: %s", w)
 }
 
-// requireOutages waits until the log says of all that failed that it works again,
+// requireOutages waits until the log says of all that failed that it works again, or is not tried any more,
 // and requires that it was told n times of what, once in each outage, and at most
 // so often of anything else.
 func (w *warnings) requireOutages(t *testing.T, what string, n int) {
@@ -116,7 +116,7 @@ func (w *warnings) requireOutages(t *testing.T, what string, n int) {
 	}
 }
 
-// awaitEnd waits until the log says of all that failed that it works again.
+// awaitEnd waits until the log says of all that failed that it works again, or is not tried any more.
 func (w *warnings) awaitEnd(t *testing.T) (changes map[string]change) {
 	t.Helper()
 	require.Eventually(t, func() bool {
@@ -152,7 +152,7 @@ func (w *warnings) changes(t *testing.T) map[string]change {
 		}
 		if m := working.FindStringSubmatch(line); m != nil {
 			c := changes[m[1]]
-			require.True(t, c.open, "told twice that %s works: %q", m[1], w.said)
+			require.True(t, c.open, "told twice that %s %s: %q", m[1], m[2], w.said)
 			changes[m[1]] = change{c.times, false}
 		}
 	}

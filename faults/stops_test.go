@@ -89,7 +89,8 @@ func (v stopsResult) Err() error {
 // stopStep is one stop. All of it is drawn ahead, so that the same seed gives the
 // same steps however they go.
 type stopStep struct {
-	lasts time.Duration // from the start of Run to its cancellation
+	lasts time.Duration // from the start of Run, or the lease, to its cancellation
+	leads bool          // it is first given the lease, however long that takes
 	batch int           // the relay's BatchSize; small ones let it prefetch for long
 	retry time.Duration // the relay's RetryInterval
 	burst int           // events that are recorded before it starts
@@ -98,7 +99,11 @@ type stopStep struct {
 
 // String tells what is stopped.
 func (p stopStep) String() string {
-	return fmt.Sprintf("%v with batches of %d, retries every %v and %d events more", p.lasts, p.batch, p.retry, p.burst)
+	from := "its start"
+	if p.leads {
+		from = "its lease"
+	}
+	return fmt.Sprintf("%v from %s with batches of %d, retries every %v and %d events more", p.lasts, from, p.batch, p.retry, p.burst)
 }
 
 func stopsPlan(seed uint64, stops int) []stopStep {
@@ -110,6 +115,7 @@ func stopsPlan(seed uint64, stops int) []stopStep {
 			lasts: time.Duration(rng.IntN(1000)) * time.Millisecond,
 			batch: batches[rng.IntN(len(batches))],
 			retry: time.Duration(50+rng.IntN(500)) * time.Millisecond,
+			leads: n%2 == 1,
 			topic: n == stops/3,
 		}
 		if rng.IntN(10) == 0 && stops > fewStops {
@@ -131,6 +137,9 @@ func (s *stopsSite) stopOnce(t *testing.T, p stopStep) time.Duration {
 	defer cancel()
 	done := make(chan error, 1)
 	go func() { done <- relay.Run(ctx) }()
+	if p.leads {
+		require.Eventually(t, func() bool { return relay.Health().Leading }, testenv.Patience, time.Millisecond)
+	}
 	s.sleep(t, p.lasts)
 	s.noteLocked()
 	cancel()

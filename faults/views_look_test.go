@@ -69,7 +69,7 @@ func claimsOf(base claim, works bool, outages []saidOutage, breakers []saidBreak
 		c.says, c.what, c.class, c.since = says, what, class, since
 		return c
 	}
-	all := []claim{say(map[bool]string{true: saysWorks, false: saysFails}[works], "", "", time.Time{})}
+	all := []claim{say(map[bool]string{true: saysWorks, false: logFails}[works], "", "", time.Time{})}
 	for _, o := range outages {
 		c := say(saysOutage, o.What, o.Class, o.Since)
 		c.why = o.Err
@@ -507,23 +507,30 @@ func lookAtAlerts(a *alerted, db *pgxpool.Pool) viewer {
 			all = append(all, claimsOf(base, false, nil, []saidBreaker{{State: "open"}})[1:]...)
 		}
 		if a.active[outbox.AlertNoLeader] {
-			base.says = saysFails
+			base.says = logFails
 			all = append(all, base)
 		}
 		return all, nil
 	}}
 }
 
+// What a process logs about an outage.
+const (
+	logFails     = "fails, trying until it works"
+	logWorks     = "works again"
+	logAbandoned = "has failed, and is not tried any more"
+)
+
 // logLine is a line of a process about an outage.
 type logLine struct {
-	at     time.Time
-	what   string
-	of     string // the group or the part of the process
-	begins bool
-	text   string
+	at   time.Time
+	what string
+	of   string // the group or the part of the process
+	says string
+	text string
 }
 
-var logged = regexp.MustCompile(`^time=(\S+) level=WARN msg="outbox: (.*?) (fails, trying until it works|works again)"(.*)$`)
+var logged = regexp.MustCompile(`^time=(\S+) level=WARN msg="outbox: (.*?) (` + logFails + `|` + logWorks + `|` + logAbandoned + `)\b[^"]*"(.*)$`)
 
 var logOwner = regexp.MustCompile(` (?:group=\S+|of="[^"]*")`)
 
@@ -545,7 +552,7 @@ func outagesIn(file string) (all []logLine, err error) {
 		if err != nil {
 			return nil, err
 		}
-		all = append(all, logLine{at, m[2], strings.Join(logOwner.FindAllString(m[4], -1), ""), m[3] != "works again", lines.Text()})
+		all = append(all, logLine{at, m[2], strings.Join(logOwner.FindAllString(m[4], -1), ""), m[3], lines.Text()})
 	}
 	return all, lines.Err()
 }

@@ -344,8 +344,15 @@ func (w *viewsWatch) compareLine(l logLine, failing, before map[string]logLine) 
 	about := func(f *fact) bool {
 		return slices.ContainsFunc(f.effects, func(e effect) bool { return e.what != nil && e.what.MatchString(l.what) })
 	}
-	if !l.begins {
+	if l.says != logFails {
 		delete(failing, key)
+		if l.says == logAbandoned {
+			delete(before, key) // who tries it next has not said anything of it
+			if !fails {
+				return "is not tried any more, and has not failed"
+			}
+			return ""
+		}
 		for _, f := range w.site.facts {
 			if about(f) && f.began.Add(logSlack).Before(l.at) && f.ends.After(l.at) && w.site.reached(f, l.what) {
 				return "works again, while that fails: " + f.kind

@@ -51,9 +51,8 @@ func StartCluster(ctx context.Context, cfg Config) (*Cluster, error) {
 	return c, nil
 }
 
-// clusterOptions let three nodes share a small machine: with little memory, and without the
-// compiler that makes Java fast after minutes and slow before.
-var clusterOptions = []string{"-Xmx320m", "-XX:TieredStopAtLevel=1"}
+// clusterOptions let three nodes share a small machine.
+var clusterOptions = []string{"-Xmx320m", briefly}
 
 // clusterDefaults returns the settings for brokers of a cluster. What is not here is Kafka's
 // default: a broker is fenced 9 s after its last heartbeat, for example.

@@ -55,7 +55,7 @@ func TestRecordSurvivesCrash(t *testing.T) {
 	long.Test(t)
 	tmp := t.TempDir()
 	t.Setenv("TMPDIR", tmp)
-	s := start(t, kafkaserver.Config{})
+	s := start(t, kafkaserver.Config{Brief: true})
 	brokers, pid := s.Brokers(), s.PID()
 	producer := client(t, s, kgo.TransactionalID("t"))
 	require.NoError(t, producer.BeginTransaction())

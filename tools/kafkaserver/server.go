@@ -60,6 +60,10 @@ type Config struct {
 	// the broker through a proxy at this address.
 	Advertised map[string]string
 
+	// Brief is for a broker that lives for minutes: Java leaves out the compiler that makes it fast later, and a start
+	// takes half of the processor time. Brokers of [StartCluster] are always brief.
+	Brief bool
+
 	// Log receives what the broker prints, warnings and errors. Nil discards it.
 	Log io.Writer
 
@@ -89,6 +93,9 @@ type Server struct {
 	proc *proc.Process
 }
 
+// briefly is an option of Java, see [Config.Brief].
+const briefly = "-XX:TieredStopAtLevel=1"
+
 // Start starts a broker and waits until it can be used, as [Ready] says, at most 90 s.
 // If that fails, the error holds the last lines of its log, and nothing remains
 // running.
@@ -101,8 +108,12 @@ func Start(ctx context.Context, cfg Config) (*Server, error) {
 	if err != nil {
 		return nil, fmt.Errorf("kafka: %w", err)
 	}
+	options := []string{"-Xmx512m"}
+	if cfg.Brief {
+		options = append(options, briefly)
+	}
 	s := &Server{
-		cfg: cfg, java: java, libraries: libraries, options: []string{"-Xmx512m"}, limit: startTimeout,
+		cfg: cfg, java: java, libraries: libraries, options: options, limit: startTimeout,
 		defaults: Defaults(), node: 1, run: run,
 	}
 	s.quorum = []*Server{s}

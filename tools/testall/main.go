@@ -1,14 +1,14 @@
 // Testall runs the tests of several Go modules, one after the other.
 //
 //	testall module... [-left module...] [-rest file] -- [arguments of go test]
-//	testall -only file -- [arguments of go test]
+//	testall -only file [-unraced module...] -- [arguments of go test]
 //
 // A module that fails does not keep the others from running. It prints what go test
 // prints, failures as soon as they happen, and a summary at the end: what failed in
 // which module, how long each module and the slowest tests took, and what was skipped
 // and why. The modules after -left are not tested; the summary has the number of their tests.
 // -rest writes to a file which modules and tests were left for make test-all, and -only tests
-// what such a file has.
+// what such a file has. The modules after -unraced get no -race.
 //
 // When all modules have ended, a test that failed is run once more by itself, and so is
 // a package that ended early or failed without a failed test. What passes then is
@@ -34,11 +34,12 @@ import (
 )
 
 // leftFlag stands before the modules that are left for another run, restFlag before the file that gets the names of
-// what is left, and onlyFlag before one that has them.
+// what is left, onlyFlag before one that has them, and unracedFlag before the modules without the race detector.
 const (
-	leftFlag = "-left"
-	restFlag = "-rest"
-	onlyFlag = "-only"
+	leftFlag    = "-left"
+	restFlag    = "-rest"
+	onlyFlag    = "-only"
+	unracedFlag = "-unraced"
 )
 
 const (
@@ -53,14 +54,15 @@ func main() {
 
 // arguments are what the program is told.
 type arguments struct {
-	tested []*selection
-	left   []string // modules
-	rest   string   // a file; may be ""
-	flags  []string // of go test
+	tested  []*selection
+	left    []string // modules
+	rest    string   // a file; may be ""
+	unraced []string // modules
+	flags   []string // of go test
 }
 
 const usage = "usage: testall module... [-left module...] [-rest file] -- [arguments of go test]\n" +
-	"       testall -only file -- [arguments of go test]"
+	"       testall -only file [-unraced module...] -- [arguments of go test]"
 
 var errUsage = errors.New(usage)
 
@@ -74,6 +76,9 @@ func parse(args []string) (a arguments, err error) {
 	}
 	args, a.flags = args[:dash], args[dash+1:]
 	if args[0] == onlyFlag {
+		if len(args) > 3 && args[2] == unracedFlag {
+			args, a.unraced = args[:2], args[3:]
+		}
 		if len(args) != 2 {
 			return a, errUsage
 		}
@@ -101,6 +106,17 @@ func parse(args []string) (a arguments, err error) {
 	return a, nil
 }
 
+// raceFlag matches the flag that turns the race detector on.
+var raceFlag = regexp.MustCompile(`^--?race(=true)?$`)
+
+// flagsOf returns the arguments of go test for a module.
+func (a arguments) flagsOf(dir string) []string {
+	if !slices.Contains(a.unraced, dir) {
+		return a.flags
+	}
+	return slices.DeleteFunc(slices.Clone(a.flags), raceFlag.MatchString)
+}
+
 // run is main with an exit code.
 func run(args []string, stdout, stderr io.Writer) int {
 	asked, err := parse(args)
@@ -119,7 +135,7 @@ func run(args []string, stdout, stderr io.Writer) int {
 	stopped := syscall.Signal(0)
 	for _, of := range asked.tested {
 		fmt.Fprintf(stdout, "== %s\n", of.dir)
-		m := newModule(of, asked.flags, stdout)
+		m := newModule(of, asked.flagsOf(of.dir), stdout)
 		stopped = m.run(signals, stderr)
 		results = append(results, m)
 		if stopped != 0 {

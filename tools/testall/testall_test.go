@@ -290,8 +290,24 @@ func TestLeft(t *testing.T) {
 	require.NotContains(t, out, "TestWhole")
 }
 
+// The race detector makes what kills processes and measures how long they take too slow to be a test of it.
+func TestUnracedModules(t *testing.T) {
+	a, err := parse([]string{"a", "--", "-race", "-v"})
+	require.NoError(t, err)
+	require.Equal(t, []string{"-race", "-v"}, a.flagsOf("a"))
+	file := filepath.Join(t.TempDir(), "rest")
+	require.NoError(t, os.WriteFile(file, []byte("a\nb\nc\n"), 0o600))
+	a, err = parse([]string{onlyFlag, file, unracedFlag, "a", "c", "--", "-race", "-v"})
+	require.NoError(t, err)
+	require.Len(t, a.tested, 3)
+	require.Equal(t, []string{"-v"}, a.flagsOf("a"))
+	require.Equal(t, []string{"-race", "-v"}, a.flagsOf("b"))
+	require.Equal(t, []string{"-v"}, a.flagsOf("c"))
+	require.Equal(t, []string{"-race", "-v"}, a.flags)
+}
+
 func TestUsage(t *testing.T) {
-	for _, args := range [][]string{nil, {"."}, {"--", "-v"}, {"-left", ".", "--"}, {"-only", "--"}, {".", "-rest", "--"}, {"-only", "none", "--", "-run=A"}} {
+	for _, args := range [][]string{nil, {"."}, {"--", "-v"}, {"-left", ".", "--"}, {"-only", "--"}, {".", "-rest", "--"}, {"-only", "none", "--", "-run=A"}, {"-only", "none", "-unraced", "--"}} {
 		var out bytes.Buffer
 		require.Equal(t, exitUsage, run(args, &out, &out))
 		require.Contains(t, out.String(), "usage:")
