@@ -31,11 +31,12 @@ type silentKafka struct {
 	events  []envelope.Event
 	cluster *kfake.Cluster
 	silent  atomic.Bool
-	release chan struct{}
+	release func() // has the second broker answer; at the latest when the test ends, also if it fails
 }
 
 func newSilentKafka(t *testing.T) *silentKafka {
-	s := &silentKafka{release: make(chan struct{})}
+	released := make(chan struct{})
+	s := &silentKafka{release: sync.OnceFunc(func() { close(released) })}
 	s.silent.Store(true)
 	cluster, err := kfake.NewCluster(kfake.NumBrokers(2), kfake.SleepOutOfOrder(), kfake.SeedTopics(2, "silent"))
 	require.NoError(t, err)
@@ -43,6 +44,7 @@ func newSilentKafka(t *testing.T) *silentKafka {
 	t.Cleanup(cluster.Close)
 	var asleep sync.WaitGroup // the cluster leaves a goroutine behind if it is closed beside a request that sleeps
 	t.Cleanup(asleep.Wait)
+	t.Cleanup(s.release)
 	require.NoError(t, cluster.MoveTopicPartition("silent", 0, 0))
 	require.NoError(t, cluster.MoveTopicPartition("silent", 1, 1))
 	cluster.ControlKey(int16(kmsg.Produce), func(kmsg.Request) (kmsg.Response, error, bool) {
@@ -50,7 +52,7 @@ func newSilentKafka(t *testing.T) *silentKafka {
 		if cluster.CurrentNode() == 1 && s.silent.Load() {
 			asleep.Add(1)
 			defer asleep.Done()
-			cluster.SleepControl(func() { <-s.release })
+			cluster.SleepControl(func() { <-released })
 		}
 		return nil, nil, false
 	})
@@ -103,7 +105,7 @@ func TestSilentPartitionIsDetached(t *testing.T) {
 	require.Equal(t, []error{nil}, sent.errs)
 
 	s.silent.Store(false)
-	close(s.release)
+	s.release()
 	require.Eventually(t, func() bool { return len(s.cfg.Unanswered.Accepted()) == 1 }, testenv.Patience, 5*time.Millisecond)
 	require.Equal(t, refOf(&s.events[1]), s.cfg.Unanswered.Accepted()[0])
 	sent, err = s.produce(ctx, ctx, s.events, []int{3})
@@ -115,7 +117,7 @@ func TestSilentPartitionIsDetached(t *testing.T) {
 func TestExpiresBeforeItIsSent(t *testing.T) {
 	t.Parallel()
 	s := newSilentKafka(t)
-	close(s.release)
+	s.release()
 	s.cluster.ControlKey(int16(kmsg.Metadata), func(kmsg.Request) (kmsg.Response, error, bool) {
 		s.cluster.KeepControl()
 		for !s.events[0].HasExpired() {
@@ -147,7 +149,7 @@ func TestNewClientDetachesSilentPartition(t *testing.T) {
 		require.NoError(t, err)
 		require.ErrorIs(t, sent.errs[0], errUnanswered)
 		best = min(best, time.Since(began))
-		close(s.release)
+		s.release()
 	}
 	require.Less(t, best, freshPatience/2, "the shortest of three")
 }
@@ -157,7 +159,7 @@ func TestNewClientDetachesSilentPartition(t *testing.T) {
 func TestSilentPartitionIsDetachedBehindAnOutage(t *testing.T) {
 	t.Parallel()
 	s := newSilentKafka(t)
-	defer close(s.release)
+	defer s.release()
 	var asked atomic.Int64
 	const first, failing = 1, 4 // questions: that of the client, and those to all brokers, which are seeds, too
 	s.cluster.ControlKey(int16(kmsg.InitProducerID), func(r kmsg.Request) (kmsg.Response, error, bool) {
@@ -200,7 +202,7 @@ func TestStopAwaitsDetachedSends(t *testing.T) {
 	}()
 	<-s.detached[0].grace.Done()
 	s.silent.Store(false)
-	close(s.release)
+	s.release()
 	<-closed
 	require.Equal(t, []eventRef{refOf(&s.events[1])}, s.cfg.Unanswered.Accepted())
 }
@@ -216,7 +218,7 @@ func TestLostLeaseEndsDetachedSends(t *testing.T) {
 	s.Close()
 	_, waits := s.cfg.Unanswered.find(&s.events[1])
 	require.False(t, waits)
-	close(s.release)
+	s.release()
 }
 
 // A partition that has not answered in the time of a send is said to have timed out, and not that its client was
@@ -224,7 +226,7 @@ func TestLostLeaseEndsDetachedSends(t *testing.T) {
 func TestDetachedSendTimesOut(t *testing.T) {
 	t.Parallel()
 	s := newSilentKafka(t)
-	s.cfg.SendTimeout = time.Second
+	s.cfg.SendTimeout = 5 * time.Second // longer than a send waits before it is detached
 	sent, err := s.produce(s.held, s.held, s.events, []int{0, 1})
 	require.NoError(t, err)
 	require.ErrorIs(t, sent.errs[1], errUnanswered)
@@ -234,8 +236,8 @@ func TestDetachedSendTimesOut(t *testing.T) {
 	}, testenv.Patience, 5*time.Millisecond)
 	all := s.cfg.Unanswered.bad.All()
 	require.Len(t, all, 1)
-	require.EqualError(t, all[0].Err, "no answer within 1s: "+kgo.ErrRecordTimeout.Error())
-	close(s.release)
+	require.EqualError(t, all[0].Err, "no answer within 5s: "+kgo.ErrRecordTimeout.Error())
+	s.release()
 }
 
 // An event that the client rejects never reaches Kafka, and is no answer of Kafka.

@@ -2,6 +2,7 @@ package starts
 
 import (
 	"context"
+	"slices"
 	"time"
 
 	"github.com/twmb/franz-go/pkg/kerr"
@@ -26,12 +27,11 @@ const (
 
 // watch compares the topics with what the client knows until ctx is cancelled.
 func (m *Member) watch(ctx context.Context) {
-	partitions := map[string]int{} // of topics, when they were compared last
 	warned := map[string]bool{}
 	for start := time.Now(); ctx.Err() == nil; {
 		began, interval := time.Now(), MissingInterval
 		if found, err := m.describe(ctx, m.cfg.Topics); err == nil { // else fetching fails too
-			m.compare(began, found, partitions)
+			m.compare(began, found)
 			if !m.findMissing(found, time.Since(start), warned) {
 				interval = watchInterval
 			}
@@ -55,14 +55,13 @@ func (m *Member) findMissing(found map[string]topicInfo, lasts time.Duration, wa
 	return missing
 }
 
-// compare refreshes the client's metadata if topics have new partitions, reports topics that have
+// compare refreshes the client's metadata if topics have partitions that it does not know, reports topics that have
 // gone, and resumes topics that exist again.
-func (m *Member) compare(began time.Time, found map[string]topicInfo, partitions map[string]int) {
+func (m *Member) compare(began time.Time, found map[string]topicInfo) {
 	for name, t := range found {
-		if before, ok := partitions[name]; ok && before < len(t.partitions) {
+		if slices.ContainsFunc(t.partitions, func(p int32) bool { return !m.knows(name, p) }) {
 			m.client.ForceMetadataRefresh()
 		}
-		partitions[name] = len(t.partitions)
 		if len(t.partitions) == 0 && m.saw(name) {
 			m.cfg.Outages.Report(outageTopic+name, began, kerr.UnknownTopicOrPartition)
 			continue
@@ -74,6 +73,12 @@ func (m *Member) compare(began time.Time, found map[string]topicInfo, partitions
 			m.resume(name)
 		}
 	}
+}
+
+// knows reports whether the client has metadata of a partition.
+func (m *Member) knows(topic string, partition int32) bool {
+	leader, epoch, _ := m.client.PartitionLeader(topic, partition)
+	return leader >= 0 || epoch >= 0
 }
 
 // Missing notes that Kafka has refused a request because a topic does not exist or may not be
