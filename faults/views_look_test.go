@@ -69,7 +69,7 @@ func claimsOf(base claim, works bool, outages []saidOutage, breakers []saidBreak
 		c.says, c.what, c.class, c.since = says, what, class, since
 		return c
 	}
-	all := []claim{say(map[bool]string{true: saysWorks, false: logFails}[works], "", "", time.Time{})}
+	all := []claim{say(map[bool]string{true: saysWorks, false: saysFails}[works], "", "", time.Time{})}
 	for _, o := range outages {
 		c := say(saysOutage, o.What, o.Class, o.Since)
 		c.why = o.Err
@@ -507,7 +507,7 @@ func lookAtAlerts(a *alerted, db *pgxpool.Pool) viewer {
 			all = append(all, claimsOf(base, false, nil, []saidBreaker{{State: "open"}})[1:]...)
 		}
 		if a.active[outbox.AlertNoLeader] {
-			base.says = logFails
+			base.says = saysFails
 			all = append(all, base)
 		}
 		return all, nil

@@ -120,20 +120,25 @@ func (s *claimedSet) giveUp(call handling.Call) (lost bool) {
 	return lost
 }
 
+// mayHang reports whether a delivery of a call's claim may have caused the hang of the call: it is that of the call, or
+// the call has several events of its action.
+func mayHang(d *Delivery, call handling.Call) bool {
+	return d.ID == call.Place.DeliveryID || call.Events > 1 && d.Action == call.Action
+}
+
 // hungIn reports whether a delivery may have caused the hang of a call that was given up, and returns the action of the
 // call.
-func (s *claimedSet) hungIn(r Ref) (action string, hung bool) {
+func (s *claimedSet) hungIn(d *Delivery) (action string, hung bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	c := s.rows[r]
+	c := s.rows[d.Ref]
 	if c == nil || c.hung.Events == 0 {
 		return "", false
 	}
-	return c.hung.Action, c.hung.Events > 1 || c.hung.Place.DeliveryID == r.ID
+	return c.hung.Action, mayHang(d, c.hung)
 }
 
-// begunBy returns the deliveries that may have caused the hang of an abandoned call, by their claims: the delivery of
-// the call, or all of its claim if the call has several events.
+// begunBy returns the deliveries that may have caused the hang of an abandoned call, by their claims.
 func (s *claimedSet) begunBy(call handling.Call) (claims [][]Delivery) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -143,7 +148,7 @@ func (s *claimedSet) begunBy(call handling.Call) (claims [][]Delivery) {
 		}
 		var begun []Delivery
 		for _, d := range c.batch {
-			if (d.Ref == r || call.Events > 1) && s.rows[d.Ref] == c {
+			if mayHang(&d, call) && s.rows[d.Ref] == c {
 				begun = append(begun, d)
 			}
 		}
@@ -154,12 +159,8 @@ func (s *claimedSet) begunBy(call handling.Call) (claims [][]Delivery) {
 
 // othersOf returns the other deliveries of an abandoned call's claim. They wait behind the call, or their
 // handlers were called before it in the transaction that is rolled back now. They have not caused the hang,
-// so they can be released. For a call with several events it returns none, because any of them may have
-// caused the hang.
+// so they can be released.
 func (s *claimedSet) othersOf(call handling.Call) (others []Delivery) {
-	if call.Events > 1 {
-		return nil
-	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for r, c := range s.rows {
@@ -167,7 +168,7 @@ func (s *claimedSet) othersOf(call handling.Call) (others []Delivery) {
 			continue
 		}
 		for _, d := range c.batch {
-			if d.Ref != r && s.rows[d.Ref] == c {
+			if !mayHang(&d, call) && s.rows[d.Ref] == c {
 				others = append(others, d)
 			}
 		}

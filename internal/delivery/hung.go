@@ -11,7 +11,7 @@ func (l *lane) failHung(items []laneItem) {
 	}
 	for i := range items {
 		it := &items[i]
-		action, hung := l.claimed.hungIn(it.Ref)
+		action, hung := l.claimed.hungIn(&it.Delivery)
 		if !hung || it.ended || !l.beginSuspect(it) { // lost: the takeover has counted the attempt
 			continue
 		}

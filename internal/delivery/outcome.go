@@ -159,7 +159,7 @@ func (l *lane) recordOutcome(it *laneItem, t handling.Task, o handling.Outcome) 
 	case handling.Postponed:
 		l.postpone(it, t, o)
 	case handling.Stopped: // the rest of the batch is released after a stop
-		if _, hung := l.claimed.hungIn(it.Ref); !hung && !it.Suspect && mustBeFinished(it, t) {
+		if _, hung := l.claimed.hungIn(&it.Delivery); !hung && !it.Suspect && mustBeFinished(it, t) {
 			_, _ = l.writeFailure(it, Failure{Of: it.Delivery, MaxAttempts: it.MaxAttempts, Code: codeStale, Message: "its process has stopped before it was done", Uncounted: true, Postponed: true})
 		}
 	case handling.Done: // nothing to write

@@ -3,6 +3,7 @@ package itest
 import (
 	"context"
 	"encoding/json"
+	"strconv"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -81,4 +82,30 @@ func TestHandlerReturnsAfterItWasGivenUp(t *testing.T) {
 			}
 		})
 	}
+}
+
+// The call of a batch was given up and has returned. The events of other actions that the worker claimed with it have not
+// caused the hang, and lose no attempt.
+func TestHungBatchCostsNoOtherAction(t *testing.T) {
+	t.Parallel()
+	f, hangs := newWorkerFixture(t), atomic.Bool{}
+	hangs.Store(true)
+	cfg := outbox.WorkerConfig{Lease: time.Minute, PollInterval: 20 * time.Millisecond, HandlerConfig: outbox.HandlerConfig{
+		From: outbox.FromStart, Concurrency: 1, HandlerTimeout: 200 * time.Millisecond, SlowHandler: 100 * time.Millisecond, Logger: new(workerLog).logger(),
+		Retry: outbox.RetryPolicy{RetryWait: time.Millisecond, MaxRetryWait: time.Millisecond, MaxRetries: 3},
+	}}
+	var events []outbox.DomainEvent
+	for n := range 5 {
+		events = append(events, step{strconv.Itoa(n), 1})
+	}
+	require.NoError(t, pgx.BeginFunc(t.Context(), f.db, func(tx pgx.Tx) error { return f.rec.Record(t.Context(), tx, events...) }))
+	f.start(cfg, f.formOf("batch", func(ctx context.Context, _ step) error {
+		if hangs.Swap(false) {
+			time.Sleep(1800 * time.Millisecond) // it is given up after HandlerTimeout and a second
+		}
+		return ctx.Err()
+	}), outbox.Handle("OTHER", func(context.Context, pgx.Tx, step, outbox.Metadata) error { return nil }))
+	f.eventually(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DONE'`, 10)
+	require.Positive(t, f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE action = 'COUNTED' AND attempt_count = 2`))
+	require.Zero(t, f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE action = 'OTHER' AND attempt_count <> 1`))
 }

@@ -222,7 +222,7 @@ func TestUndeliveredSurvivesATerm(t *testing.T) {
 		require.Empty(t, term(t, m, f, 20*time.Minute))
 		time.Sleep(time.Hour)
 		f.fail = nil
-		require.Equal(t, "stats dead_deliveries, stats lost_records, default dead_events", term(t, m, f, 20*time.Minute))
+		require.ElementsMatch(t, []string{"stats dead_deliveries", "stats lost_records", "default dead_events"}, strings.Split(term(t, m, f, 20*time.Minute), ", "))
 
 		f.store.lost = []watch.LostRecords{{Group: "stats", Topic: "orders", Records: 2, At: time.Now()}}
 		f.fail = errNoMail

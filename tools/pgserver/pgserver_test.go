@@ -181,8 +181,8 @@ func TestDefaultsAndSettings(t *testing.T) {
 	require.Equal(t, `it's a \ test`, query[string](t, s,
 		"SELECT reset_val FROM pg_settings WHERE name = 'application_name'"))
 	if query[int](t, s, "SELECT current_setting('server_version_num')::int") >= 160000 {
-		require.True(t, query[bool](t, s, "SELECT rolpassword LIKE 'SCRAM-SHA-256$1:%' FROM pg_authid WHERE rolname = current_user"))
-		require.Equal(t, "1", query[string](t, s, "SHOW scram_iterations"))
+		require.True(t, query[bool](t, s, "SELECT rolpassword LIKE 'SCRAM-SHA-256$1000:%' FROM pg_authid WHERE rolname = current_user"))
+		require.Equal(t, "1000", query[string](t, s, "SHOW scram_iterations"))
 	}
 }
 

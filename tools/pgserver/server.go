@@ -58,7 +58,7 @@ type Config struct {
 
 	// Settings are lines of postgresql.conf. They come after the defaults:
 	// max_connections 300, max_prepared_transactions 64, wal_level replica, and
-	// scram_iterations 1 since version 16.
+	// scram_iterations 1000 since version 16.
 	// The port, listen_addresses and unix_socket_directories cannot be set.
 	Settings map[string]string
 
@@ -196,13 +196,13 @@ func (s *Server) initData(ctx context.Context) error {
 		"--encoding=UTF8", "--locale=C", "--no-sync",
 	}
 	// A client hashes its password 4,096 times for each connection: 13 ms under the race detector, and
-	// tests make thousands of connections. initdb -c writes it for the server, too.
+	// tests make thousands of connections. lib/pq wants four digits. initdb -c writes it for the server, too.
 	major, err := s.major(ctx)
 	if err != nil {
 		return err
 	}
 	if major >= 16 { // older ones have neither the setting nor -c
-		args = append(args, "-c", "scram_iterations=1")
+		args = append(args, "-c", "scram_iterations=1000")
 	}
 	return proc.Run(ctx, s.command("initdb", args...))
 }
