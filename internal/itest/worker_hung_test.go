@@ -84,8 +84,8 @@ func TestHandlerReturnsAfterItWasGivenUp(t *testing.T) {
 	}
 }
 
-// The call of a batch was given up and has returned. The events of other actions that the worker claimed with it have not
-// caused the hang, and lose no attempt.
+// The call of a batch was given up and has returned. The events of other actions that the worker claimed with it have
+// not caused the hang, and lose no attempt.
 func TestHungBatchCostsNoOtherAction(t *testing.T) {
 	t.Parallel()
 	f, hangs := newWorkerFixture(t), atomic.Bool{}
