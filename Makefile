@@ -71,8 +71,8 @@ test: needs-$(if $(SHORT),short,test) $(SERVICES) bin/testall ## Test before eac
 test-all: needs-$(if $(SHORT),short,test-all) $(SERVICES) bin/testall ## Test everything: with the race detector, faults, Debezium, a browser, the benchmark (ARGS=-short: as above)
 	@$(SERVICES) run $(USE) $(REGISTRY) -- bash -ec 'eval "exec bin/testall $(TESTED) -- -p 1 -parallel 4 -race -timeout 30m $$ARGS"'
 
-# UNRACED have tests of processes that are killed, limited and measured, of a browser and of programs in Java. With
-# the race detector they take three times as long. make test has it for the short ones, and make test-all for all.
+# UNRACED have tests of processes that are killed, limited and measured, of a browser and of programs in Java, which
+# take most of the time. make test-all has the race detector for them, too.
 UNRACED ?= faults interop outboxadmin/browser bench
 
 .PHONY: test-rest

@@ -76,8 +76,8 @@ func (s *site) countFailed(t *testing.T, so string) (n int) {
 }
 
 var (
-	failing = regexp.MustCompile(`^outbox: (.*) fails, trying until it works$`)
-	working = regexp.MustCompile(`^outbox: (.*) (works again|has failed, and is not tried any more: .*)$`)
+	failing = regexp.MustCompile(`^outbox: (.*) ` + logFails + `$`)
+	ended   = regexp.MustCompile(`^outbox: (.*) (` + logWorks + `|` + logAbandoned + `: .*)$`)
 )
 
 // count returns how many warnings say this.
@@ -95,7 +95,7 @@ func (w *warnings) count(text string) (n int) {
 // awaitFailure waits until the log says for the n-th time that something fails.
 func (w *warnings) awaitFailure(t *testing.T, what string, n int) {
 	t.Helper()
-	w.await(t, "outbox: "+what+" fails, trying until it works", n)
+	w.await(t, "outbox: "+what+" "+logFails, n)
 }
 
 // await waits until n warnings say this.
@@ -150,7 +150,7 @@ func (w *warnings) changes(t *testing.T) map[string]change {
 			require.False(t, c.open, "told twice that %s fails: %q", m[1], w.said)
 			changes[m[1]] = change{c.times + 1, true}
 		}
-		if m := working.FindStringSubmatch(line); m != nil {
+		if m := ended.FindStringSubmatch(line); m != nil {
 			c := changes[m[1]]
 			require.True(t, c.open, "told twice that %s %s: %q", m[1], m[2], w.said)
 			changes[m[1]] = change{c.times, false}

@@ -346,20 +346,19 @@ func (w *viewsWatch) compareLine(l logLine, failing, before map[string]logLine) 
 	}
 	if l.says != logFails {
 		delete(failing, key)
-		if l.says == logAbandoned {
-			delete(before, key) // who tries it next has not said anything of it
-			if !fails {
-				return "is not tried any more, and has not failed"
-			}
-			return ""
+		if !fails {
+			return l.says + ", and has not failed"
 		}
+	}
+	switch l.says {
+	case logAbandoned:
+		delete(before, key) // who tries it next has not said anything of it
+		return ""
+	case logWorks:
 		for _, f := range w.site.facts {
 			if about(f) && f.began.Add(logSlack).Before(l.at) && f.ends.After(l.at) && w.site.reached(f, l.what) {
 				return "works again, while that fails: " + f.kind
 			}
-		}
-		if !fails {
-			return "works again, and has not failed"
 		}
 		return ""
 	}

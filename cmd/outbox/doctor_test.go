@@ -385,8 +385,8 @@ func TestDoctorOnPrivileges(t *testing.T) {
 			require.True(t, strings.HasPrefix(f.ID, "privileges."), f.ID)
 		}
 		run(grant)
+		require.Empty(t, find(), grant)
 	}
-	require.Empty(t, find())
 	for _, grant := range grants { // the doctor's advice solves the problem
 		run(revoke(grant))
 	}

@@ -70,9 +70,11 @@ func TestCompressedBombIsADeadLetter(t *testing.T) {
 			s, producer := newBombFixture(t, codec)
 			sendBatch(t, producer, s.soldRecord("before"))
 			sendBatch(t, producer, s.soldRecord("a"), s.bomb(bombSize), s.soldRecord("b"))
-			sendBatch(t, producer, s.bomb(bombSize))
+			for range 2 {
+				sendBatch(t, producer, s.bomb(bombSize))
+			}
 			sendBatch(t, producer, s.soldRecord("behind"))
-			s.requireBombs(t, []string{"a", "b", "before", "behind"}, 2, 4)
+			s.requireBombs(t, []string{"a", "b", "before", "behind"}, 2, 4, 5)
 		})
 	}
 }

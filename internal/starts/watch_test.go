@@ -25,27 +25,23 @@ func TestPartitionsAddedBeforeWatch(t *testing.T) {
 	client, err := kgo.NewClient(kgo.SeedBrokers(cluster.ListenAddrs()...), kgo.ConsumeTopics(topic), kgo.MetadataMinAge(10*time.Millisecond))
 	require.NoError(t, err)
 	t.Cleanup(client.Close)
-	knows := func(partition int32) func() bool {
-		return func() bool { leader, _, _ := client.PartitionLeader(topic, partition); return leader >= 0 }
-	}
-	require.Eventually(t, knows(0), testenv.Patience, time.Millisecond)
+	log := slog.New(slog.DiscardHandler)
+	m := NewMember(Config{Topics: []string{topic}, Log: log, Outages: outage.NewLogs(log)})
+	defer m.end()
+	m.client = client
+	require.Eventually(t, func() bool { return m.knows(topic, 0) }, testenv.Patience, time.Millisecond)
 	add := kmsg.NewPtrCreatePartitionsRequest()
 	add.Topics = []kmsg.CreatePartitionsRequestTopic{{Topic: topic, Count: 3}}
 	_, err = add.RequestWith(t.Context(), client)
 	require.NoError(t, err)
 
-	log := slog.New(slog.DiscardHandler)
-	m := NewMember(Config{Topics: []string{topic}, Log: log, Outages: outage.NewLogs(log)})
-	m.client = client
 	began := time.Now()
+	var found map[string]topicInfo
 	require.Eventually(t, func() bool {
-		found, err := m.describe(t.Context(), m.cfg.Topics)
+		found, err = m.describe(t.Context(), m.cfg.Topics)
 		return err == nil && len(found[topic].partitions) == 3
 	}, testenv.Patience, time.Millisecond)
-	found, err := m.describe(t.Context(), m.cfg.Topics)
-	require.NoError(t, err)
-	require.False(t, knows(2)())
+	require.False(t, m.knows(topic, 2))
 	m.compare(began, found)
-	require.Eventually(t, knows(2), testenv.Patience/6, time.Millisecond)
-	m.end()
+	require.Eventually(t, func() bool { return m.knows(topic, 2) }, testenv.Patience/6, time.Millisecond)
 }
