@@ -57,7 +57,7 @@ func TestCommerce(t *testing.T) {
 func TestCommerceMissesALike(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()
-	p := startCommerce(t, "-load", "-for=2s", "-rate=15", "-patience=5s")
+	p := startCommerce(t, "-load", "-for=2s", "-rate=15", "-patience=20s")
 	p.Change(t, `INSERT INTO likes (product_id, user_id) VALUES (1, 1000000)`)
 	require.Equal(t, show.ExitWrong, p.Wait(t))
 	out := p.Stdout.String()
