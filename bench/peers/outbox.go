@@ -20,11 +20,11 @@ import (
 )
 
 const (
-	outboxSettings = "none: `RelayConfig{}`. `Queue` on the transaction's batch, `Wake` after the commit. A pool of 8 connections."
-	apartSettings  = "as outbox; the writers' process runs a `Waker`."
+	outboxSettings = "The relay in the writers' process, `RelayConfig{}`. `Queue` on the transaction's batch, `Wake` after the commit. A pool of 8 connections."
+	apartSettings  = "As outbox; the relay in a process of its own, a `Waker` in that of the writers."
 
-	exactlySettings  = "as outbox; `RelayConfig.ExactlyOnce`."
-	protobufSettings = "as outbox; the type has the codec of `outboxschema.ProtobufOf`, without a schema registry."
+	exactlySettings  = "As outbox; `RelayConfig.ExactlyOnce`."
+	protobufSettings = "As outbox; the type has the codec of `outboxschema.ProtobufOf`, without a schema registry."
 
 	relayConns = 8
 )

@@ -18,7 +18,7 @@ import (
 )
 
 const (
-	riverSettings = "`InsertTx` in the writer's transaction, notifications on; one client with `MaxWorkers` 500 and `FetchCooldown` 1 ms, a pool of 36 " +
+	riverSettings = "A worker produces. `InsertTx` in the writer's transaction, notifications on; one client with `MaxWorkers` 500 and `FetchCooldown` 1 ms, a pool of 36 " +
 		"connections. The worker produces with franz-go, acks of all replicas, no linger, and waits for the acknowledgement. It keeps no order per key."
 
 	riverJobs     = 500 // that a client works on at the same time

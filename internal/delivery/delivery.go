@@ -119,26 +119,33 @@ const (
 )
 
 // readRows reads all rows of a query for columnsWithin, and further columns of the last one.
-func readRows(rows pgx.Rows, further ...any) ([]Delivery, error) {
-	return pgx.CollectRows(rows, func(row pgx.CollectableRow) (d Delivery, err error) {
-		var key pgtype.Int8
-		var bare pgtype.Bool
-		var partition pgtype.Int4
-		var failing, witness *time.Duration
-		err = row.Scan(append([]any{&d.ID, &d.Holder, &d.Position, &key, &d.Action, &d.Stream, &d.Attempt, &d.MaxAttempts, &d.Suspect,
-			&d.EventID, &d.Type, &d.Source, &d.AggregateType, &d.AggregateID,
-			&d.ContentType, &d.PartitionKey, pg.Instant{At: &d.OccurredAt}, pg.Instant{At: &d.RecordedAt}, &d.Size,
-			&partition, &d.LastCode, &d.LastMessage, &failing, &witness, &d.ValueIn, &bare, &d.Payload, &d.Headers, &d.Record}, further...)...)
+func readRows(rows pgx.Rows, further ...any) (all []Delivery, err error) {
+	var d Delivery
+	var key pgtype.Int8
+	var bare pgtype.Bool
+	var partition pgtype.Int4
+	var failing, witness *time.Duration
+	same := func(text *string) any { return (*pg.Repeated)(text) }
+	into := append([]any{&d.ID, same(&d.Holder), &d.Position, &key, same(&d.Action), same(&d.Stream), &d.Attempt, &d.MaxAttempts, &d.Suspect,
+		&d.EventID, same(&d.Type), same(&d.Source), same(&d.AggregateType), &d.AggregateID,
+		same(&d.ContentType), &d.PartitionKey, pg.Instant{At: &d.OccurredAt}, pg.Instant{At: &d.RecordedAt}, &d.Size,
+		&partition, &d.LastCode, &d.LastMessage, &failing, &witness, &d.ValueIn, &bare, &d.Payload, &d.Headers, &d.Record}, further...)
+	_, err = pgx.ForEachRow(rows, into, func() error {
 		d.Key, d.Bare = Key{key.Int64, key.Valid}, bare.Bool
 		d.FromKafka, d.Partition = partition.Valid, partition.Int32
-		if failing != nil {
-			d.FirstFailed = time.Now().Add(-max(0, *failing))
-		}
-		if witness != nil {
-			d.WitnessAfter = time.Now().Add(-max(0, *witness))
-		}
-		return d, err
+		d.FirstFailed, d.WitnessAfter = ago(failing), ago(witness)
+		all = append(all, d)
+		return nil
 	})
+	return all, err
+}
+
+// ago returns the time, by the clock of this process, since which a duration has passed. It is zero without one.
+func ago(d *time.Duration) time.Time {
+	if d == nil {
+		return time.Time{}
+	}
+	return time.Now().Add(-max(0, *d))
 }
 
 // withFloors sets the floors of rows whose keys were free, given in the order of their ids. The floor of a

@@ -403,16 +403,17 @@ func (d *Dispatcher) deal(k *LaneKind, rows []Delivery, claimedAt time.Time, tri
 	size := k.batchSize(len(rows))
 	var batches [][]Delivery
 	batchOf := map[Key]int{}
-	for _, r := range rows {
+	for i := range rows {
+		r := &rows[i]
 		n, known := batchOf[r.Key]
 		if !known || !r.Key.Ordered {
 			n = len(batches) - 1
 			if n < 0 || len(batches[n]) >= size {
-				batches, n = append(batches, nil), n+1
+				batches, n = append(batches, make([]Delivery, 0, min(size, len(rows)))), n+1
 			}
 			batchOf[r.Key] = n
 		}
-		batches[n] = append(batches[n], r)
+		batches[n] = append(batches[n], *r)
 	}
 	for _, batch := range batches {
 		ctx := d.Claimed.add(d.cut, batch, claimedAt, trial)

@@ -254,6 +254,7 @@ func (l *lane) handleBatch(items []laneItem) int {
 
 // tasksAndStreams returns the tasks of items for a transaction that begins now, and their streams.
 func (l *lane) tasksAndStreams(items []laneItem) (tasks []handling.Task, streams []string) {
+	tasks = make([]handling.Task, 0, len(items))
 	for i := range items {
 		items[i].noteWorks(l.breakers)
 		tasks = items[i].AppendInTx(tasks)

@@ -32,7 +32,7 @@ func (l *lane) remove(it *laneItem) {
 // lockRows locks the rows of tasks before their handlers run. It is for isolation levels above READ
 // COMMITTED, under which a transaction could not finish a row that was renewed meanwhile.
 func (l *lane) lockRows(ctx context.Context, tx handling.Tx, tasks []handling.Task) (excluded []int, err error) {
-	ids := map[int64]bool{}
+	ids := make(map[int64]bool, len(tasks))
 	for _, t := range tasks {
 		ids[t.Meta.Origin.DeliveryID] = true
 	}
@@ -63,7 +63,7 @@ func (l *lane) transactionEnded(all bool) {
 
 // complete finishes the deliveries of tasks in the transaction of their handlers.
 func (l *lane) complete(ctx context.Context, tx handling.Tx, results []handling.TaskResult) error {
-	ids := map[int64]bool{}
+	ids := make(map[int64]bool, len(results))
 	for _, r := range results { // an event that is upcast may have several tasks
 		ids[r.Meta.Origin.DeliveryID] = true
 	}
@@ -122,7 +122,8 @@ func (s SessionSettings) Restoration(tx handling.Tx, tasks int) Restoration {
 }
 
 // deliveriesWith returns the deliveries of the batch that have these ids.
-func (l *lane) deliveriesWith(ids map[int64]bool) (all []Delivery) {
+func (l *lane) deliveriesWith(ids map[int64]bool) []Delivery {
+	all := make([]Delivery, 0, len(ids))
 	for i := range l.items {
 		if it := &l.items[i]; ids[it.ID] {
 			all = append(all, it.Delivery)

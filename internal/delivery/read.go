@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"time"
 
 	"github.com/outboxgo/outbox/internal/check"
@@ -17,10 +18,13 @@ import (
 func (l *lane) begin(batch []Delivery) {
 	origins := make([]envelope.Origin, len(batch))
 	l.items, l.waiting, l.dropped = make([]laneItem, len(batch)), map[Key]bool{}, map[Key]bool{}
-	l.progress.start(batch)
-	for i, d := range batch {
-		l.items[i].Delivery = d
-		l.items[i].Meta = ReceivedOf(&d, &origins[i])
+	if !l.tx {
+		l.progress.start(batch)
+	}
+	for i := range l.items {
+		it := &l.items[i]
+		it.Delivery = batch[i]
+		it.Meta = ReceivedOf(&it.Delivery, &origins[i])
 	}
 }
 
@@ -42,7 +46,7 @@ const maxReadBytes = 8 << 20
 // readSome decodes the events of the first items, and returns their number. Each has HandlerTimeout,
 // because codecs may do I/O. One that is big is not decoded, see takeLarge.
 func (l *lane) readSome(items []laneItem) (n int) {
-	bytes := 0
+	bytes, decoded := 0, 0
 	for n < min(len(items), l.most) && (n == 0 || l.mayContinue()) {
 		it := &items[n]
 		if it.Bare {
@@ -51,12 +55,28 @@ func (l *lane) readSome(items []laneItem) (n int) {
 			}
 			it.big = it.Size > maxReadBytes && !l.takeLarge(it)
 		}
-		if !it.read && !it.big && (!it.Suspect || it.hasNoAttemptLeft() || l.beginSuspect(it)) { // decoding may end the process, too
-			l.read(it)
+		if n++; it.Bare || it.Suspect || it.ValueIn != "" {
+			if decoded += l.decode(items[decoded : n-1]); decoded < n-1 {
+				return decoded
+			}
+			l.readAlone(items[decoded:n])
+			decoded = n
 		}
-		n++
 	}
-	return n
+	return decoded + l.decode(items[decoded:n])
+}
+
+// readAlone reads the payload of an item, if it was claimed without, and decodes the event.
+func (l *lane) readAlone(one []laneItem) {
+	it := &one[0]
+	if it.read || it.big || it.Suspect && !it.hasNoAttemptLeft() && !l.beginSuspect(it) { // decoding may end the process, too
+		return
+	}
+	if err := l.readMissing(it); err != nil {
+		l.noteRead(it, err)
+		return
+	}
+	l.decode(one)
 }
 
 // A large delivery has more than maxReadBytes. Decoded, it may need twice its size, and 8 of 40 MB in as many lanes
@@ -98,13 +118,9 @@ func (l *lane) releaseLarge() {
 // isTooLarge reports whether the event of a delivery is not read at all.
 func (d *Delivery) isTooLarge() bool { return !d.FromKafka && d.Size > check.MaxEventBytes }
 
-// read reads and decodes the event of an item.
-func (l *lane) read(it *laneItem) {
+// noteRead notes that the event of an item was read, or why it cannot be.
+func (l *lane) noteRead(it *laneItem, err error) {
 	it.read = true
-	err := l.readMissing(it)
-	if err == nil && (!it.hasNoAttemptLeft() || it.mayDecodeAgain()) {
-		err = l.decode(it)
-	}
 	switch {
 	case errors.Is(err, ErrLost):
 		l.lose(it.Ref)
@@ -127,27 +143,48 @@ func (l *lane) readMissing(it *laneItem) error {
 	return l.readPayload(&it.Delivery)
 }
 
-// decode decodes the event of an item. Decoders are the host's code, so they may panic or end their goroutine.
-func (l *lane) decode(it *laneItem) error {
+// decode decodes the events of the first items, and returns their number. Decoders are the host's code, so they may
+// panic or end their goroutine, which all items share.
+func (l *lane) decode(items []laneItem) (n int) {
+	for n < len(items) && (n == 0 || l.mayContinue()) {
+		err := contain.Do(func() error {
+			for began := n; n < len(items) && (n == began || l.mayContinue()); n++ {
+				if it := &items[n]; !it.read {
+					l.noteRead(it, l.decodeOne(it))
+				}
+			}
+			return nil
+		})
+		if err != nil { // of the item that has ended the goroutine
+			l.noteRead(&items[n], err)
+			n++
+		}
+	}
+	return n
+}
+
+// decodeOne decodes the event of an item, unless it has no attempt left and may end the process.
+func (l *lane) decodeOne(it *laneItem) error {
+	if it.hasNoAttemptLeft() && !it.mayDecodeAgain() {
+		return nil
+	}
 	ctx, cancel := context.WithTimeout(l.ctx, l.cfg.HandlerTimeout)
 	defer cancel()
 	l.activity.Begin(handling.Call{Context: ctx, Function: "codec or upcaster", Action: it.Action, Type: it.Type, ID: it.EventID,
 		AggregateType: it.AggregateType, AggregateID: it.AggregateID, Events: 1, Place: handling.PlaceOf(it.Meta.Origin)})
 	defer l.activity.End()
-	return contain.Do(func() error {
-		m, action, err := l.readEvent(&it.Delivery, &it.Meta)
-		if err != nil || m == nil {
-			return err
-		}
-		if it.hasNoAttemptLeft() && l.knowsTypeNow(it, m.Type) {
-			it.MaxAttempts = it.Attempt
-		}
-		if it.hasNoAttemptLeft() { // the lines and hooks about its death name the event as those before did
-			return l.finishing.Describe(&it.Meta, m)
-		}
-		l.finishing.Resolve(ctx, &it.Item, m, action)
-		return nil
-	})
+	m, action, err := l.readEvent(&it.Delivery, &it.Meta)
+	if err != nil || m == nil {
+		return err
+	}
+	if it.hasNoAttemptLeft() && l.knowsTypeNow(it, m.Type) {
+		it.MaxAttempts = it.Attempt
+	}
+	if it.hasNoAttemptLeft() { // the lines and hooks about its death name the event as those before did
+		return l.finishing.Describe(&it.Meta, m)
+	}
+	l.finishing.Resolve(ctx, &it.Item, m, action)
+	return nil
 }
 
 // mayDecodeAgain reports whether the event of a delivery without an attempt left was decoded in its last attempt.
@@ -200,6 +237,14 @@ func ReadOutboxDelivery(d *Delivery, about *envelope.Received) (m *envelope.Mess
 // ReadOutboxEvent returns an event of outbox as its Kafka record would bring it, and adds the headers of
 // that record to the metadata.
 func ReadOutboxEvent(d *Delivery, about *envelope.Received) (*envelope.Message, error) {
+	if m := plainMessage(d); m != nil {
+		about.Tombstone = m.Data == nil
+		return m, nil
+	}
+	return messageOfRecord(d, about)
+}
+
+func messageOfRecord(d *Delivery, about *envelope.Received) (*envelope.Message, error) {
 	e := envelope.Event{
 		EventID: []byte(d.EventID), EventType: []byte(d.Type), Source: []byte(d.Source),
 		AggregateType: []byte(d.AggregateType), AggregateID: []byte(d.AggregateID),
@@ -229,4 +274,30 @@ func ReadOutboxEvent(d *Delivery, about *envelope.Received) (*envelope.Message, 
 	}
 	about.Headers = envelope.PlainHeaders(all)
 	return envelope.DecodeRecord(value, all)
+}
+
+// plainMessage returns the event of a row that has no headers and every attribute: without them, the names and values
+// of the record's headers need not be made and read again. It returns nil for other rows.
+func plainMessage(d *Delivery) *envelope.Message {
+	if d.Headers != nil || check.Time(d.OccurredAt) != nil || envelope.SaysWhole(d.ContentType) {
+		return nil
+	}
+	for _, text := range [...]string{d.EventID, d.Type, d.Source, d.AggregateID} {
+		if check.Text(text, math.MaxInt) != nil {
+			return nil
+		}
+	}
+	for _, text := range [...]string{d.AggregateType, d.ContentType} { // they may be empty
+		if text != "" && check.Text(text, math.MaxInt) != nil {
+			return nil
+		}
+	}
+	data := d.Payload
+	if data == nil && d.ContentType != "" {
+		data = []byte{}
+	}
+	return &envelope.Message{
+		ID: d.EventID, Source: d.Source, Type: d.Type, Subject: d.AggregateID, ContentType: d.ContentType,
+		Time: d.OccurredAt.UTC().Truncate(time.Microsecond), Extensions: map[string]string{"aggregatetype": d.AggregateType}, Data: data,
+	}
 }

@@ -354,6 +354,9 @@ func callMiddleware(
 
 // Notify calls the hooks Handled and Repeated for committed tasks. A hook may end its goroutine.
 func (p *Processor) Notify(ctx context.Context, results []TaskResult) {
+	if h := p.Rules.Hooks; h.Handled == nil && h.Repeated == nil && !p.Log.Enabled(ctx, slog.LevelDebug) {
+		return
+	}
 	for next := 0; next < len(results); {
 		_ = contain.Do(func() error { // its error is logged where the hook is called
 			p.CallHost(ctx, "hook Handled or Repeated", results[next].Action, &results[next].Meta, func() {

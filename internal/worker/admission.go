@@ -104,10 +104,10 @@ func (a *admission) takeNew(ctx context.Context) (more, answered bool, err error
 // deal passes new deliveries to the lanes of their kind.
 func (a *admission) deal(rows []delivery.Delivery, made time.Time) {
 	for _, k := range a.dispatcher.Kinds {
-		var own []delivery.Delivery
-		for _, r := range rows {
-			if k.Handles(delivery.Pair{Action: r.Action, Stream: r.Stream}, r.Type) {
-				own = append(own, r)
+		own := make([]delivery.Delivery, 0, len(rows))
+		for i := range rows {
+			if r := &rows[i]; k.Handles(delivery.Pair{Action: r.Action, Stream: r.Stream}, r.Type) {
+				own = append(own, *r)
 			}
 		}
 		a.dispatcher.Deal(k, own, made)
@@ -222,13 +222,14 @@ func (a *admission) reportUnknown(ctx context.Context, events []eventHead) {
 	})
 }
 
-// plan returns the deliveries that an event needs: one for each action of the group that takes its type and
+// plan appends the deliveries that an event needs: one for each action of the group that takes its type and
 // topic.
-func (a *admission) plan(e eventHead) (planned []delivery.New) {
+func (a *admission) plan(planned []delivery.New, e eventHead) []delivery.New {
 	stream, err := e.destination()
 	if err != nil || !a.fanOut.routes.streams[stream] {
-		return nil
+		return planned
 	}
+	before := len(planned)
 	attempts := delivery.Attempts(a.delivery.Of(stream).MaxRetries)
 	for _, p := range a.fanOut.routes.byType[e.eventType] {
 		if p.Stream == stream {
@@ -238,7 +239,7 @@ func (a *admission) plan(e eventHead) (planned []delivery.New) {
 			})
 		}
 	}
-	if len(planned) > 0 {
+	if len(planned) > before {
 		return planned
 	}
 	a.round.unknown = append(a.round.unknown, e)

@@ -37,9 +37,9 @@ type fanOut struct {
 	group     string
 	cursors   *cursor.Store
 	store     *delivery.Store
-	plan      func(e eventHead) []delivery.New // returns the deliveries that an event needs
-	own       []string                         // routes of this process
-	seen      knownRoutes                      // own, and those of other processes
+	plan      planFunc
+	own       []string    // routes of this process
+	seen      knownRoutes // own, and those of other processes
 	routes    groupRoutes
 	log       *slog.Logger
 	lock      int64         // the advisory lock of the group
@@ -58,6 +58,9 @@ type fanOut struct {
 	sqlLock, sqlSubscription, sqlSubscribe, sqlRoutes, sqlSeed string
 	sqlOpen, sqlNext, sqlLeaveGroup, sqlForget                 string
 }
+
+// planFunc appends the deliveries that an event needs.
+type planFunc = func(planned []delivery.New, e eventHead) []delivery.New
 
 // eventHead has the columns of an event that decide its deliveries, and those that name it in a log line.
 type eventHead struct {
@@ -83,7 +86,7 @@ func (e eventHead) recordKey() string { return cmp.Or(e.key, e.aggregate) }
 
 func newFanOut(
 	db *pgxpool.Pool, schema, group string, own []string, store *delivery.Store, grace time.Duration, log *slog.Logger,
-	plan func(eventHead) []delivery.New,
+	plan planFunc,
 ) *fanOut {
 	in := func(sql string) string { return pg.InSchema(sql, schema) }
 	return &fanOut{

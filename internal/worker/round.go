@@ -345,9 +345,10 @@ func (f *fanOut) inRound(
 	if err := waited(tx.conn.SendBatch(ctx, &b).Close()); err != nil {
 		return fmt.Errorf("read events: %w", err)
 	}
-	var rows []delivery.New
-	for _, e := range heads() {
-		rows = append(rows, f.plan(e)...)
+	found := heads()
+	rows := make([]delivery.New, 0, len(found))
+	for _, e := range found {
+		rows = f.plan(rows, e)
 	}
 	var got []delivery.Delivery
 	var end pgx.Batch
@@ -392,13 +393,13 @@ func (f *fanOut) queueRoutes(b *pgx.Batch) {
 // seven columns are an event, or NULL.
 func readHeads(rows pgx.Rows, head ...any) (heads []eventHead, err error) {
 	var id pgtype.Int8
-	var eventType, topic, key, aggregate, eventID, aggregateType pgtype.Text
-	columns := slices.Concat(head, []any{&id, &eventType, &topic, &key, &aggregate, &eventID, &aggregateType})
+	var e eventHead
+	var key, aggregate, eventID pgtype.Text
+	columns := slices.Concat(head, []any{&id, (*pg.Repeated)(&e.eventType), (*pg.Repeated)(&e.topic), &key, &aggregate, &eventID, (*pg.Repeated)(&e.aggregateType)})
 	_, err = pgx.ForEachRow(rows, columns, func() error {
 		if id.Valid {
-			heads = append(heads, eventHead{
-				id.Int64, eventType.String, topic.String, key.String, aggregate.String, eventID.String, aggregateType.String,
-			})
+			e.id, e.key, e.aggregate, e.eventID = id.Int64, key.String, aggregate.String, eventID.String
+			heads = append(heads, e)
 		}
 		return nil
 	})
