@@ -130,7 +130,7 @@ func (d *document) value(scenario string) string {
 // ratio is the cell of what ours is compared with a peer's, with its spread.
 func (d *document) ratio(scenario, against string) string {
 	if r, ok := d.find(scenario, against); ok {
-		return fmt.Sprintf("%.2f ± %.0f %%", r.Ratio, 50*r.Spread)
+		return fmt.Sprintf("%.2f ±%.0f %%", r.Ratio, 50*r.Spread)
 	}
 	return notMeasured
 }

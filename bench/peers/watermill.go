@@ -20,7 +20,7 @@ import (
 
 const (
 	watermillSettings = "PostgreSQL's default schema, `PollInterval` 1 ms, batches of 100; the forwarder publishes with watermill-kafka: acks of all replicas, " +
-		"no linger, one message at a time, as its forwarder does."
+		"no linger, one message at a time."
 
 	watermillTopic = "events" // of the forwarder, in PostgreSQL
 	watermillPoll  = time.Millisecond
