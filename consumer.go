@@ -203,7 +203,7 @@ type ConsumerHealth struct {
 // Kafka, committing offsets or a dead-letter topic fails, because no restart brings
 // these back. It does not work either before the group has assigned partitions to it and
 // it is known where to begin; while it waits at a batch that is too large, or for longer
-// than SlowHandler for a transaction to begin; and while a handler runs on after its
+// than SlowHandler for a transaction to begin or to commit; and while a handler runs on after its
 // HandlerTimeout, or a hook, a decoder or another function of the host for as long. Once one
 // has run for twice as long, the consumer is not live. An outage
 // ends with the next try that succeeds, or if nothing was tried

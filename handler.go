@@ -59,7 +59,7 @@ type HandlerConfig struct {
 	// MaxPollInterval. Zero means 150 s (half of MaxPollInterval, if that is set).
 	HandlerTimeout time.Duration
 
-	// SlowHandler is how long a handler, hook, codec or other callback, or the wait for a transaction, may take before
+	// SlowHandler is how long a handler, hook, codec or other callback, or a BEGIN or COMMIT, may take before
 	// a WARN names it. Zero means 30 s.
 	SlowHandler time.Duration
 

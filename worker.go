@@ -144,7 +144,8 @@ type WorkerHealth struct {
 // Health reports the state of the worker without I/O. It is live, but not ready, before Run is
 // called, during a stop and after a clean one; and before PostgreSQL has answered. It does not work
 // in these cases, while PostgreSQL is unavailable or leases cannot be renewed, and while a handler runs on
-// after its HandlerTimeout. Once one has run for twice as long, the worker is not live.
+// after its HandlerTimeout, or a transaction takes longer than SlowHandler to begin or to commit. Once a handler has
+// run for twice as long, the worker is not live.
 //
 // It is not ready either before the group knows its handlers: until then, other processes of the group make
 // no deliveries for new ones.

@@ -185,6 +185,7 @@ func (w *partitionWorker) reportHealth(notReady func(reason string, args ...any)
 		notReady("a transaction of %s has not begun for %v: the pool has no connection left, or event_handled is locked",
 			w.partition.Name(), time.Since(since).Round(time.Second))
 	}
+	handling.ReportCommit(&w.activity, w.cfg.SlowHandler, " of "+w.partition.Name(), notReady)
 	if w.hasDied() {
 		notReady("the goroutine of %s has ended, although the partition is assigned", w.partition.Name())
 		return false

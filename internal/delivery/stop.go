@@ -109,5 +109,6 @@ func (l *lane) ReportHealth(notReady func(reason string, args ...any)) (live boo
 		notReady("a transaction has not begun for %v: the pool has no connection left, or event_handled is locked",
 			time.Since(since).Round(time.Second))
 	}
+	handling.ReportCommit(&l.activity, l.cfg.SlowHandler, "", notReady)
 	return handling.ReportCall(&l.activity, l.cfg.Rules, notReady)
 }

@@ -23,9 +23,9 @@ type Activity struct {
 	busy bool         // call is under way
 	conn *pg.Borrowed // connection of the transaction under way, or nil
 	shut bool         // CutOff was called: no transaction may begin
-	ends bool         // the COMMIT of the transaction under way has begun
 
-	awaited time.Time // since when a transaction is to begin that has not begun, or zero
+	awaited    time.Time // since when a transaction is to begin that has not begun, or zero
+	committing time.Time // since when the COMMIT of the transaction under way runs, or zero
 }
 
 // Call is a call of a handler, or of another function of the host.
@@ -165,14 +165,21 @@ func (a *Activity) Use(conn *pg.Borrowed) error {
 func (a *Activity) Release() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	a.conn, a.awaited, a.ends = nil, time.Time{}, false
+	a.conn, a.awaited, a.committing = nil, time.Time{}, time.Time{}
 }
 
 // Commits notes that the COMMIT of the transaction under way begins.
 func (a *Activity) Commits() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	a.ends = true
+	a.committing = time.Now()
+}
+
+// Committing returns since when the COMMIT of the transaction under way runs. It returns false if none runs.
+func (a *Activity) Committing() (since time.Time, ok bool) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.committing, !a.committing.IsZero()
 }
 
 // Sever closes the connection of the transaction under way, if there is one. PostgreSQL rolls the transaction back and
@@ -180,7 +187,7 @@ func (a *Activity) Commits() {
 func (a *Activity) Sever() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if a.conn != nil && !a.ends {
+	if a.conn != nil && a.committing.IsZero() {
 		a.conn.Cut()
 	}
 }
@@ -195,7 +202,7 @@ func (a *Activity) CutOff() {
 	a.shut = true
 	switch {
 	case a.conn == nil:
-	case a.ends:
+	case !a.committing.IsZero():
 		a.conn.Detach()
 	default:
 		a.conn.Cut()

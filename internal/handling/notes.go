@@ -26,9 +26,10 @@ type Notes struct {
 	schema, group string
 	Durable       bool // transactions wait for the disk, even if the role's synchronous_commit is off
 	Limits        guardtx.Limits
-	vain          atomic.Int64 // since when waits for locks were in vain, in Unix nanoseconds; 0 if none was
-	lastVain      atomic.Int64 // the last of them
-	taken         atomic.Int32 // how many times in a row the sequence has drawn an id that exists
+	vain          atomic.Int64  // since when waits for locks were in vain, in Unix nanoseconds; 0 if none was
+	lastVain      atomic.Int64  // the last of them
+	taken         atomic.Int32  // how many times in a row the sequence has drawn an id that exists
+	asking        chan struct{} // capacity 1: one late COMMIT at a time is asked about
 
 	sqlMark, sqlOtherSources, sqlRenew, sqlUnmark, sqlProbe string
 }
@@ -37,7 +38,7 @@ type Notes struct {
 func NewNotes(db *pgxpool.Pool, schema, group string) *Notes {
 	in := func(sql string) string { return pg.InSchema(sql, schema) }
 	return &Notes{
-		db: db, schema: schema, group: group,
+		db: db, schema: schema, group: group, asking: make(chan struct{}, 1),
 		sqlMark: in(sqlMark), sqlOtherSources: in(sqlOtherSources), sqlRenew: in(sqlRenewMarks),
 		sqlUnmark: in(sqlUnmark), sqlProbe: in(sqlProbeHandled),
 	}
@@ -334,7 +335,7 @@ func (s *Notes) inTx(ctx context.Context, work *Activity, keys []NoteKey, shared
 	s.taken.Store(0)
 	work.TxBegun()
 	defer tx.Rollback(ctx) // has no effect after the commit; needed if f ends its goroutine
-	if err := s.finishTx(ctx, work, tx, fresh, f); err != nil {
+	if err := s.finishTx(ctx, work, conn, tx, fresh, f); err != nil {
 		tx.Rollback(ctx)
 		if conn.IsClosed() {
 			return &ConnectionError{err}
@@ -362,7 +363,7 @@ func (s *Notes) skipTaken(ctx context.Context, conn *pgx.Conn) error {
 }
 
 // finishTx calls f in a transaction and commits it, without the notes that f has left in fresh.
-func (s *Notes) finishTx(ctx context.Context, work *Activity, tx *guardtx.Tx, fresh map[NoteKey]bool, f TxFunc) error {
+func (s *Notes) finishTx(ctx context.Context, work *Activity, conn *pg.Borrowed, tx *guardtx.Tx, fresh map[NoteKey]bool, f TxFunc) error {
 	if err := f(tx, fresh); err != nil {
 		return err
 	}
@@ -376,17 +377,7 @@ func (s *Notes) finishTx(ctx context.Context, work *Activity, tx *guardtx.Tx, fr
 	if err := ctx.Err(); err != nil {
 		return err
 	}
-	// A COMMIT may wait long: for a synchronous standby, or for deferred triggers. If the client gives up, it cancels
-	// the wait, and PostgreSQL commits without the standby. So only a whole transaction's time ends it: neither the end
-	// of a claim, whose rows this transaction has locked, nor a stop.
-	work.Commits()
-	ctx = context.WithoutCancel(ctx)
-	if s.Limits.Whole > 0 {
-		var cancel context.CancelFunc
-		ctx, cancel = context.WithTimeout(ctx, s.Limits.Whole)
-		defer cancel()
-	}
-	return tx.Commit(ctx)
+	return s.commit(ctx, work, conn, tx)
 }
 
 // IdentityOf returns the identity of an event. Upcasting does not change it, because the metadata of an event keeps the

@@ -160,21 +160,35 @@ func ReportCall(activity *Activity, cfg *Rules, notReady func(reason string, arg
 	return ran <= max(2*cfg.HandlerTimeout, cfg.HandlerTimeout+StuckGrace)
 }
 
-// SlowCalls logs handlers that run for long, and transactions that do not begin. It belongs to the goroutine that
-// watches handlers.
+// ReportCommit calls notReady if a COMMIT has not returned for longer than slow. Of is " of " with the name of the
+// partition, or "".
+func ReportCommit(activity *Activity, slow time.Duration, of string, notReady func(reason string, args ...any)) {
+	if since, ok := activity.Committing(); ok && time.Since(since) > slow {
+		notReady("a COMMIT%s has not returned for %v: %s", of, time.Since(since).Round(time.Second), slowCommit)
+	}
+}
+
+// slowCommit says why a COMMIT may take long.
+const slowCommit = "PostgreSQL may wait for a synchronous standby or run deferred triggers, or the connection may be dead"
+
+// SlowCalls logs handlers that run for long, and transactions that do not begin or whose COMMIT does not return. It
+// belongs to the goroutine that watches handlers.
 type SlowCalls struct {
 	began time.Time     // of the call or the wait that was checked last
 	next  time.Duration // after which it is logged again
 }
 
-// Report logs a handler that has run for longer than after, or a transaction that has not begun for as long. It logs
-// them again after twice the time. Where are attributes of the log line about a transaction.
+// Report logs a handler that has run for longer than after, or a transaction that has not begun or not committed for as
+// long. It logs them again after twice the time. Where are attributes of the log line about a transaction.
 func (s *SlowCalls) Report(activity *Activity, after time.Duration, log *slog.Logger, where ...any) {
 	call, calls := activity.Current()
 	began, awaits := activity.AwaitsTx()
+	committing, commits := activity.Committing()
 	switch {
 	case calls:
 		began = call.Began
+	case commits:
+		began = committing
 	case !awaits:
 		return
 	}
@@ -185,11 +199,14 @@ func (s *SlowCalls) Report(activity *Activity, after time.Duration, log *slog.Lo
 		return
 	}
 	s.next *= 2
-	if calls {
+	where = append(where, "waiting_for", time.Since(began).Round(time.Millisecond))
+	switch {
+	case calls:
 		log.WarnContext(call.Context, "outbox: "+call.FunctionName()+" runs for long", call.Attrs()...)
-	} else {
-		log.Warn("outbox: a transaction does not begin: the pool has no connection left, or event_handled is locked",
-			append(where, "waiting_for", time.Since(began).Round(time.Millisecond))...)
+	case commits:
+		log.Warn("outbox: a COMMIT does not return: "+slowCommit, where...)
+	default:
+		log.Warn("outbox: a transaction does not begin: the pool has no connection left, or event_handled is locked", where...)
 	}
 }
 

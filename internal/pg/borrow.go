@@ -15,8 +15,9 @@ import (
 type Borrowed struct {
 	*pgx.Conn
 
-	mu     sync.Mutex
-	pooled *pgxpool.Conn // nil: it was returned or cut
+	mu       sync.Mutex
+	pooled   *pgxpool.Conn // nil: it was returned, cut or detached
+	returned bool
 }
 
 // acquireTime bounds a try to get a connection of a pool.
@@ -56,6 +57,7 @@ func Borrow(ctx context.Context, db *pgxpool.Pool) (*Borrowed, error) {
 func (b *Borrowed) Return() {
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	b.returned = true
 	if b.pooled == nil {
 		_ = b.Close(context.Background()) // nothing is sent any more
 		return
@@ -69,11 +71,13 @@ func (b *Borrowed) Return() {
 func (b *Borrowed) Cut() {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if b.pooled == nil {
+	if b.returned {
 		return
 	}
-	b.pooled.Hijack()
-	b.pooled = nil
+	if b.pooled != nil {
+		b.pooled.Hijack()
+		b.pooled = nil
+	}
 	_ = b.PgConn().Conn().Close()
 }
 

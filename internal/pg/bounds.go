@@ -19,8 +19,10 @@ type Session struct {
 	transaction                int64  // transaction_timeout; negative before PostgreSQL 17
 	restore, unbound           string // statements
 	ran                        map[string]bool
-	describes                  bool // each statement again, as pgx.QueryExecModeDescribeExec says
-	Shared                     bool // several functions are called in the transaction under way
+	pooled                     bool  // behind a pooler, so each transaction may be in another session of PostgreSQL
+	backend                    int32 // see Backend
+	describes                  bool  // each statement again, as pgx.QueryExecModeDescribeExec says
+	Shared                     bool  // several functions are called in the transaction under way
 }
 
 // sqlKnownSession reads the settings that RESET ALL may not restore, whether it does not because the pool has set them,
@@ -67,24 +69,27 @@ func SessionOf(ctx context.Context, conn *pgx.Conn) (*Session, error) {
 	}
 	s := &Session{ran: map[string]bool{}, describes: conn.Config().DefaultQueryExecMode == pgx.QueryExecModeDescribeExec}
 	var user, role, application, zone, dates, encoding, path string
-	var pooled, changed, super bool
+	var changed, super bool
 	sets := data[setsKey] != false
-	err := QueryRow(ctx, conn, sqlKnownSession, int32(conn.PgConn().PID()), sets).Scan(&pooled, &changed, &super, &user, &role, &application, &zone, &dates, &encoding, &path,
+	err := QueryRow(ctx, conn, sqlKnownSession, int32(conn.PgConn().PID()), sets).Scan(&s.pooled, &changed, &super, &user, &role, &application, &zone, &dates, &encoding, &path,
 		&s.idle, &s.tcp, &s.lock, &s.statement, &s.transaction)
 	if err != nil {
 		return nil, fmt.Errorf("read the settings of a connection: %w", err)
+	}
+	if !s.pooled {
+		s.backend = int32(conn.PgConn().PID())
 	}
 	text := func(s string) string { return "'" + strings.ReplaceAll(s, "'", "''") + "'" }
 	s.restore = "; RESET ALL"
 	if super {
 		s.restore += "; SET SESSION AUTHORIZATION " + text(user)
 	}
-	if pooled && !sets { // RESET ALL does not reset it
+	if s.pooled && !sets { // RESET ALL does not reset it
 		s.restore += "; RESET ROLE"
 	} else {
 		s.restore += "; SET ROLE " + text(role)
 	}
-	if changed || pooled {
+	if changed || s.pooled {
 		s.restore += "; SET application_name = " + text(application) + "; SET TimeZone = " + text(zone) + "; SET DateStyle = " + text(dates) +
 			"; SET client_encoding = " + text(encoding) + "; SELECT pg_catalog.set_config('search_path', " + text(path) + ", false)"
 	}
@@ -97,6 +102,14 @@ func SessionOf(ctx context.Context, conn *pgx.Conn) (*Session, error) {
 func KnownSession(conn *pgx.Conn) *Session {
 	s, _ := conn.PgConn().CustomData()[sessionKey].(*Session)
 	return s
+}
+
+// Backend returns the process of PostgreSQL that has the transaction under way, or 0 if it is not known.
+func (s *Session) Backend() int32 {
+	if s == nil {
+		return 0
+	}
+	return s.backend
 }
 
 // Restore returns statements that give a connection its settings back, to be run behind a COMMIT in the same round
@@ -158,6 +171,9 @@ func (s *Session) QueueBound(b *pgx.Batch, call, whole time.Duration) {
 	transaction := ""
 	if s.transaction >= 0 {
 		transaction = lower(whole, s.transaction)
+	}
+	if s.pooled {
+		b.Queue(sqlBackend).QueryRow(func(row pgx.Row) error { return row.Scan(&s.backend) })
 	}
 	b.Queue(sqlBound, lower(call, s.idle), lower(call, s.tcp), transaction, lower(lockWait, s.lock), lower(statementTime, s.statement))
 }
