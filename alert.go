@@ -7,6 +7,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/lease"
 	"github.com/outboxgo/outbox/internal/short"
 	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/watch"
@@ -16,9 +17,9 @@ import (
 // outboxalert, those for Slack, PagerDuty and mail. After an error, which is logged, the alert
 // comes again at the next check.
 //
-// The next leader does not know which alerts were not delivered. It alerts to every condition that holds, and to events
-// and deliveries that died, and records that were lost, within AlertConfig.Interval before it led (in a group: plus two
-// leases). [AlertManyDead] and [AlertReport] count what died earlier.
+// Another process that leads next does not know which alerts were not delivered. It alerts to every condition that
+// holds, and to events and deliveries that died, and records that were lost, within AlertConfig.Interval before it led
+// (in a group: plus two leases). [AlertManyDead] and [AlertReport] count what died earlier.
 //
 // A process does not know which alerts another one has begun that led before. An Alerter that also has a method
 // Resolve, with the same parameters and result, gets once in each term what does not hold, with Over set, whether it
@@ -76,7 +77,7 @@ type Alert struct {
 	// At is when the check found it, by the clock of the database.
 	At time.Time
 	// FirstAt is At of the first try. An alert that comes again after an error has the same FirstAt, unless it has
-	// become worse meanwhile; then it is a new alert.
+	// become worse meanwhile, as by a later death; then it is a new alert.
 	FirstAt time.Time
 	// Status is the state of Relay. It is zero if the relay is removed.
 	Status RelayStatus
@@ -161,11 +162,15 @@ func (c AlertConfig) rules(log *slog.Logger) watch.Config {
 	return rules
 }
 
-// groupMonitor returns what alerts in the process that has the lease of a group.
-func (c AlertConfig) groupMonitor(store watch.Store, group string, consumes bool, lease time.Duration, log *slog.Logger) *watch.Monitor {
+// groupAlerts returns what alerts in the process that has the lease of a group, see [lease.Role].
+func (c AlertConfig) groupAlerts(store watch.Store, group string, consumes bool, lasts time.Duration, log *slog.Logger) func(context.Context) {
 	rules := c.rules(log)
-	rules.Group, rules.Consumes, rules.Takeover = group, consumes, watch.Takeover(lease)
-	return watch.NewMonitor(store, rules, log, nil)
+	rules.Group, rules.Consumes, rules.Takeover = group, consumes, watch.Takeover(lasts)
+	monitor := watch.NewMonitor(store, rules, log, nil)
+	return func(ctx context.Context) {
+		monitor.Lead(lease.EpochOf(ctx))
+		monitor.Run(ctx)
+	}
 }
 
 // LogAlerter logs alerts. An alert is an ERROR, with a line for each event that died. Reports and

@@ -92,7 +92,7 @@ func NewConsumer(db *pgxpool.Pool, opts []kgo.Opt, events *Registry, group strin
 		return nil, fmt.Errorf("outbox: consumer config: %w", err)
 	}
 	if db != nil {
-		engine.Alert = cfg.Alerts.groupMonitor(watch.NewConsumerStore(db, cfg.Schema), group, true, session, engine.Rules.Log).Run
+		engine.Alert = cfg.Alerts.groupAlerts(watch.NewConsumerStore(db, cfg.Schema), group, true, session, engine.Rules.Log)
 	}
 	return &Consumer{engine}, nil
 }

@@ -62,8 +62,8 @@ func NewWorker(db *pgxpool.Pool, events *Registry, group string, cfg WorkerConfi
 	}
 	rules := cfg.rules(group)
 	waker := newWaker(db, cfg.Schema, rules.Handling.Log)
-	alerts := cfg.Alerts.groupMonitor(watch.NewWorkerStore(db, cfg.Schema), group, false, cfg.Lease, rules.Handling.Log)
-	return &Worker{engine: worker.New(db, rules, routes, waker.hub, alerts.Run), waker: waker}, nil
+	alerts := cfg.Alerts.groupAlerts(watch.NewWorkerStore(db, cfg.Schema), group, false, cfg.Lease, rules.Handling.Log)
+	return &Worker{engine: worker.New(db, rules, routes, waker.hub, alerts), waker: waker}, nil
 }
 
 // Group returns the consumer group.

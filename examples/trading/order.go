@@ -44,13 +44,13 @@ type OrderIntent struct {
 	Scope
 	Side     string    `json:"side"`
 	Quantity int64     `json:"quantity"`
-	Deadline time.Time `json:"deadline"` // from then on its signal is worth nothing, and no attempt is sent
+	Deadline time.Time `json:"deadline"` // from then on its signal is worth nothing, and no attempt is sent; zero in older commands
 }
 
 // ValidUntil returns until when the exchange may take an order that is sent at a time, and whether it is sent at all.
 func (i OrderIntent) ValidUntil(at time.Time) (until time.Time, ok bool) {
 	until = at.Add(orderValid)
-	if i.Deadline.Before(until) {
+	if !i.Deadline.IsZero() && i.Deadline.Before(until) {
 		until = i.Deadline
 	}
 	return until, at.Before(until)

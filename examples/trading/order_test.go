@@ -1,6 +1,7 @@
 package main
 
 import (
+	"encoding/json"
 	"testing"
 	"time"
 
@@ -78,4 +79,15 @@ func TestValidUntil(t *testing.T) {
 		_, ok := OrderIntent{Deadline: noon.Add(left)}.ValidUntil(noon)
 		require.False(t, ok)
 	}
+}
+
+// A command from before there was a deadline is sent.
+func TestValidUntilWithoutDeadline(t *testing.T) {
+	t.Parallel()
+	var old OrderIntent
+	require.NoError(t, json.Unmarshal([]byte(`{"orderIntentId": "0190a5c4-7b1e-7c3d-8a2b-1f2e3d4c5b6a", "side": "BUY", "quantity": 2}`), &old))
+	noon := time.Date(2026, 1, 1, 12, 0, 0, 0, time.UTC)
+	until, ok := old.ValidUntil(noon)
+	require.True(t, ok)
+	require.Equal(t, noon.Add(orderValid), until)
 }

@@ -63,3 +63,20 @@ func TestIDOfAPositionStopsNoOther(t *testing.T) {
 		d.Exec(t, `DELETE FROM {schema}.outbox_cursor WHERE relay = 'worker:mine'`)
 	}
 }
+
+// Positions of one group whose rows were copied without the sequence: their ids are those that a relay, and another
+// group, will draw next.
+func TestNextIDsAreThoseOfAnotherGroup(t *testing.T) {
+	t.Parallel()
+	d, ctx := newFixture(t), context.Background()
+	d.Exec(t, `INSERT INTO {schema}.outbox_cursor (id, relay, last_processed_id, snapshot, highest_id, system_identifier, epoch)
+		SELECT n, 'worker:theirs', 0, pg_current_snapshot(), 0, system_identifier, 1 FROM pg_control_system(), unnest(ARRAY[1, 2, 3, 5000, 9223372036854775807]) AS n`)
+	for _, name := range []string{"default", "worker:mine"} {
+		err := cursor.NewStore(d.DB, d.Schema, name).CheckSequence(ctx)
+		require.ErrorIs(t, err, cursor.ErrSequenceBehind)
+		require.ErrorContains(t, err, "5000 is in use already")
+	}
+	d.Exec(t, remedy(t, cursor.NewStore(d.DB, d.Schema, "default").CheckSequence(ctx)))
+	_, _, _, err := d.arrive(t, "default")
+	require.NoError(t, err)
+}

@@ -111,16 +111,20 @@ func (c *Store) Rebase(ctx context.Context, l *lease.Lease) (unsent int64, err e
 }
 
 // sqlCursorSequence reads the last id that the sequence of outbox_cursor has drawn, and the highest id above it that a
-// row has: a row of a relay, or of the name $1. PostgreSQL does not tell the last id of a sequence that was restarted:
-// then it draws one.
+// row has: a row of a relay, or of the name $1. Rows of other groups count if one of the next 500 ids is theirs, because
+// the id of a new position must be free. PostgreSQL does not tell the last id of a sequence that was restarted: then it
+// draws one.
 const sqlCursorSequence = tables.NewestCursors + `, drawn AS MATERIALIZED (
     SELECT coalesce(pg_catalog.pg_sequence_last_value({cursor_ids}), CASE WHEN EXISTS (SELECT FROM {schema}.outbox_cursor) THEN pg_catalog.nextval({cursor_ids}) - 1 ELSE 0 END) AS id
 )
-SELECT drawn.id, (
+SELECT drawn.id, greatest((
        SELECT max(newest.id) FROM names
         CROSS JOIN LATERAL (SELECT id FROM {schema}.outbox_cursor
                              WHERE relay >= names.relay AND relay <= names.relay ORDER BY relay DESC, id DESC LIMIT 1) AS newest
-        WHERE newest.id > drawn.id AND (NOT pg_catalog.starts_with(names.relay, '` + tables.WorkerPrefix + `') OR names.relay = $1::text))
+        WHERE newest.id > drawn.id AND (NOT pg_catalog.starts_with(names.relay, '` + tables.WorkerPrefix + `') OR names.relay = $1::text)), (
+       SELECT id FROM {schema}.outbox_cursor
+        WHERE id > drawn.id AND id <= ` + tables.MaxGroupID + ` AND EXISTS (SELECT FROM {schema}.outbox_cursor WHERE id > drawn.id AND id <= drawn.id + 500)
+        ORDER BY id DESC LIMIT 1))
   FROM drawn`
 
 // CheckSequence returns [ErrSequenceBehind] if a new event could get the id of an older

@@ -3,6 +3,8 @@ package itest
 import (
 	"context"
 	"encoding/json"
+	"errors"
+	"fmt"
 	"strconv"
 	"sync/atomic"
 	"testing"
@@ -108,4 +110,33 @@ func TestHungBatchCostsNoOtherAction(t *testing.T) {
 	f.eventually(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DONE'`, 10)
 	require.Positive(t, f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE action = 'COUNTED' AND attempt_count = 2`))
 	require.Zero(t, f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE action = 'OTHER' AND attempt_count <> 1`))
+}
+
+// The hang of one call is one failure for the breaker of its action, however many events the call has.
+func TestHungBatchCountsOnceInItsBreaker(t *testing.T) {
+	t.Parallel()
+	f, hangs, opened := newWorkerFixture(t), atomic.Bool{}, atomic.Int64{}
+	hangs.Store(true)
+	cfg := outbox.WorkerConfig{Lease: time.Minute, PollInterval: 20 * time.Millisecond, HandlerConfig: outbox.HandlerConfig{
+		From: outbox.FromStart, Concurrency: 1, MaxPoll: 200, HandlerTimeout: 200 * time.Millisecond, SlowHandler: 100 * time.Millisecond, Logger: new(workerLog).logger(),
+		Retry: outbox.RetryPolicy{RetryWait: time.Millisecond, MaxRetryWait: time.Millisecond, MaxRetries: 3},
+	}}
+	cfg.Hooks.Breaker = func(string, outbox.BreakerState, outbox.BreakerState) { opened.Add(1) }
+	var events []outbox.DomainEvent
+	for n := range 2000 {
+		events = append(events, step{strconv.Itoa(n), 1})
+	}
+	require.NoError(t, pgx.BeginFunc(t.Context(), f.db, func(tx pgx.Tx) error { return f.rec.Record(t.Context(), tx, events...) }))
+	const storm = 100 // failures of so many events open a breaker at once
+	f.start(cfg, outbox.HandleBatch("COUNTED", func(_ context.Context, _ pgx.Tx, all []outbox.Received[step]) error {
+		if len(all) >= storm && hangs.Swap(false) {
+			time.Sleep(1800 * time.Millisecond) // it is given up after HandlerTimeout and a second
+		}
+		if !hangs.Load() { // no success, and no failure that counts
+			return outbox.RetryAfter(errors.New("later"), time.Hour)
+		}
+		return nil
+	}))
+	f.eventually(fmt.Sprintf(`SELECT (count(*) >= %d)::int FROM {schema}.event_delivery WHERE last_error_message LIKE '%%was given up'`, storm), 1)
+	require.Zero(t, opened.Load())
 }

@@ -57,6 +57,14 @@ type Role struct {
 	Log         *slog.Logger
 }
 
+type epochKey struct{}
+
+// EpochOf returns the epoch of the lease from the context of [Role.Alert].
+func EpochOf(ctx context.Context) int64 {
+	epoch, _ := ctx.Value(epochKey{}).(int64)
+	return epoch
+}
+
 // Run takes the lease and works whenever this process can have it, until ctx is cancelled.
 func (r *Role) Run(ctx context.Context) {
 	for ctx.Err() == nil {
@@ -87,7 +95,7 @@ func (r *Role) lead(ctx context.Context, l *Lease) {
 	renewing.Go(func() { r.renew(leads) })
 	alerting, stopAlerts := context.WithCancel(ctx)
 	defer context.AfterFunc(held, stopAlerts)()
-	renewing.Go(func() { r.Alert(alerting) })
+	renewing.Go(func() { r.Alert(context.WithValue(alerting, epochKey{}, l.Epoch)) })
 	r.Work(ctx, leads)
 	lost := errors.Is(context.Cause(held), ErrLeaseLost)
 	lose(nil)

@@ -100,6 +100,7 @@ func (r *Relay) notifyLeading(leading bool) {
 // runParts makes the parts of a leading relay and runs them until ctx is cancelled or the lease is lost. When it
 // returns, no record is on its way any more.
 func (r *Relay) runParts(ctx context.Context, leads lease.Leadership) error {
+	r.monitor.Lead(leads.Lease.Epoch)
 	parked, bad := NewParking(r.rules.PassFailedKeys), NewBadPartitions(r.topicOutages)
 	r.health.setBad(bad)
 	unanswered := NewUnanswered(bad, func() { wait.Signal(r.retryNow) })

@@ -52,15 +52,15 @@ const SQLSequence = NewestCursors + `, drawn AS MATERIALIZED (
 )
 SELECT drawn.id, greatest(
        (SELECT max(highest_id) FROM positions WHERE highest_id > drawn.id
-           AND (NOT pg_catalog.starts_with(relay, '` + WorkerPrefix + `') OR coalesce(relay = $1::text, true) AND highest_id <= ` + maxGroupID + `)),
+           AND (NOT pg_catalog.starts_with(relay, '` + WorkerPrefix + `') OR coalesce(relay = $1::text, true) AND highest_id <= ` + MaxGroupID + `)),
        (SELECT id FROM {schema}.outbox WHERE id > drawn.id ORDER BY id DESC LIMIT 1),
        (SELECT max(f.outbox_id) FROM positions AS p
          CROSS JOIN LATERAL (SELECT outbox_id FROM {schema}.outbox_failed
                               WHERE relay = p.relay AND outbox_id > drawn.id ORDER BY outbox_id DESC LIMIT 1) AS f))
   FROM drawn`
 
-// maxGroupID is 2^48. A sequence that draws 10,000 ids a second gets there after 890 years.
-const maxGroupID = `281474976710656::bigint`
+// MaxGroupID is 2^48. A sequence that draws 10,000 ids a second gets there after 890 years.
+const MaxGroupID = `281474976710656::bigint`
 
 // ReadSequence reads what SQLSequence returns; highest is 0 if there is no such row.
 func ReadSequence(rows pgx.Rows) (drawn, highest int64, err error) {

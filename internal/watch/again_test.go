@@ -164,9 +164,18 @@ func TestFirstAt(t *testing.T) {
 // term runs a monitor for a time, as under one lease.
 func term(t *testing.T, m *watch.Monitor, f *watchFixture, lasts time.Duration) string {
 	t.Helper()
+	f.epoch++ // another process may have led
+	return termAgain(t, m, f, lasts)
+}
+
+// termAgain runs a monitor under the next lease, with no other process between.
+func termAgain(t *testing.T, m *watch.Monitor, f *watchFixture, lasts time.Duration) string {
+	t.Helper()
 	f.alerts = nil
 	ctx, cancel := context.WithTimeout(t.Context(), lasts)
 	defer cancel()
+	f.epoch++
+	m.Lead(f.epoch)
 	m.Run(ctx)
 	var kinds []string
 	for _, a := range f.alerts {
@@ -230,6 +239,90 @@ func TestUndeliveredSurvivesATerm(t *testing.T) {
 		time.Sleep(time.Hour)
 		f.fail = nil
 		require.Equal(t, "stats lost_records", term(t, m, f, 5*time.Minute))
+	})
+}
+
+// A process that leads again, and no other one has led in between, alerts to what died and was lost since its last
+// check, however long ago that is: an outage of PostgreSQL ended its lease. A term without a check changes nothing.
+func TestTermOfTheSameProcessForgetsNothing(t *testing.T) {
+	t.Parallel()
+	for name, others := range map[string]bool{"no other": false, "another": true, "another before a term without a check": true} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			synctest.Test(t, func(t *testing.T) {
+				f := newFixture(watch.Settings{Interval: time.Minute, ReportInterval: math.MaxInt64}, "default")
+				m := watch.NewMonitor(&f.store, f.cfg, slog.New(slog.DiscardHandler), nil)
+				require.Empty(t, term(t, m, f, 20*time.Minute+time.Second))
+				time.Sleep(20 * time.Second)
+				f.store.die(1)
+				f.store.giveUp("stats", 1)
+				f.store.lost = []watch.LostRecords{{Group: "stats", Topic: "orders", Records: 1, At: time.Now()}}
+				time.Sleep(time.Hour)
+				if others {
+					f.epoch++
+				}
+				if name != "another" {
+					m.Lead(f.epoch + 1)
+					f.epoch++
+				}
+				got := termAgain(t, m, f, 5*time.Minute)
+				if others {
+					require.Empty(t, got)
+					return
+				}
+				require.ElementsMatch(t, []string{"stats dead_deliveries", "stats lost_records", "default dead_events"}, strings.Split(got, ", "))
+			})
+		})
+	}
+}
+
+// A death that was not delivered under a short first lease is delivered under the next one.
+func TestUndeliveredSurvivesAShortTerm(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		f := newFixture(watch.Settings{Interval: time.Minute, ReportInterval: math.MaxInt64}, "default")
+		m := watch.NewMonitor(&f.store, f.cfg, slog.New(slog.DiscardHandler), nil)
+		f.fail = errNoMail
+		died := time.Now().Add(30 * time.Second)
+		f.store.rows = []tables.Failure{{ID: 1, Relay: "default", NextRetryAt: died}}
+		f.store.deliveries = []tables.Delivery{{ID: 1, Group: "stats", ProcessedAt: died}}
+		require.Empty(t, term(t, m, f, 3*time.Minute+time.Second))
+		time.Sleep(time.Hour)
+		f.fail = nil
+		require.Equal(t, "stats dead_deliveries, default dead_events", term(t, m, f, 5*time.Minute))
+	})
+}
+
+// While a receiver fails, an event that was retried and dies again is a new alert, so that the other receivers get it.
+func TestNextDeathOfTheSameEvent(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		f := newFixture(watch.Settings{ReportInterval: math.MaxInt64}, "default")
+		all, began := tries{}, time.Now()
+		f.cfg.Deliver = func(_ context.Context, a watch.Alert) error {
+			all[a.Kind] = append(all[a.Kind], a.FirstAt)
+			return errNoMail
+		}
+		f.Watch = watch.New(&f.store, f.cfg)
+		require.Empty(t, f.check(t))
+		for minute := range 6 {
+			time.Sleep(time.Until(began.Add(time.Duration(minute) * time.Minute)))
+			switch minute {
+			case 0, 4:
+				f.store.die(1)
+				f.store.giveUp("stats", 1)
+			case 2: // they are retried
+				f.store.rows, f.store.deliveries = nil, nil
+			}
+			require.Empty(t, f.check(t))
+		}
+		for _, kind := range []string{watch.Dead, watch.DeadDeliveries} {
+			var minutes []int
+			for _, at := range all[kind] {
+				minutes = append(minutes, int(at.Sub(began)/time.Minute))
+			}
+			require.Equal(t, []int{0, 0, 4, 4}, minutes, kind)
+		}
 	})
 }
 

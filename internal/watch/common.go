@@ -19,9 +19,12 @@ type common struct {
 }
 
 // resume begins the first check of a term, see [Watch.resume].
-func (c *common) resume(l state) {
+func (c *common) resume(l state, othersLed bool) {
 	c.active.doubt()
 	clear(c.leaderless)
+	if !othersLed {
+		return
+	}
 	began := c.deaths.began
 	if c.deaths.resume(l.now, l.back); c.undelivered > 0 {
 		c.deaths.began = began

@@ -47,7 +47,7 @@ type deaths struct {
 	began    time.Time
 	last     time.Time // of the last check
 	since    time.Time // there may be undelivered deaths from here on
-	pending  int       // alerts of this check that are not delivered
+	pending  int       // alerts of the last check that are not delivered
 }
 
 const (
@@ -70,11 +70,11 @@ func (d *deaths) begin(now time.Time, back time.Duration) {
 	d.last = now
 }
 
-// resume begins a new term. If the last check is longer ago than back, another process has alerted to the deaths
-// between, so they are left out, unless earlier deaths are undelivered.
+// resume begins a new term after another process may have led. If the last check is longer ago than back, that process
+// has alerted to the deaths between, so they are left out, unless earlier deaths are undelivered.
 func (d *deaths) resume(now time.Time, back time.Duration) {
 	first := now.Add(-back)
-	if d.last.Before(first) && !d.since.Before(d.last.Add(-deadOverlap)) {
+	if d.pending == 0 && d.last.Before(first) && !d.since.Before(d.last.Add(-deadOverlap)) {
 		d.began, d.since = first, first
 	}
 }
@@ -112,6 +112,15 @@ func (d *deaths) forget(before time.Time) {
 	maps.DeleteFunc(d.reported, func(_ int64, at time.Time) bool { return at.Before(d.since) })
 }
 
+// newest returns the second of the last death, which is the level of an alert to deaths: a later death is worse. So an
+// alert to an event that was retried, and has died again, is a new alert, although an earlier one was not delivered.
+func newest(died map[int64]time.Time) (second int) {
+	for _, at := range died {
+		second = max(second, int(at.Unix()))
+	}
+	return second
+}
+
 // deadEvents alert to events that have died since the last check, with one alert for each relay.
 func (w *Watch) deadEvents(l state) (all []func(context.Context)) {
 	w.deaths.pending = 0
@@ -125,7 +134,7 @@ func (w *Watch) deadEvents(l state) (all []func(context.Context)) {
 			died[f.ID] = f.NextRetryAt
 		}
 		a := Alert{Kind: Dead, Relay: r.Name, Status: r, Died: len(dead), Dead: deadEvents(dead)}
-		all = append(all, w.deaths.alert(func(ctx context.Context) bool { return w.deliver(ctx, a, 0) }, died))
+		all = append(all, w.deaths.alert(func(ctx context.Context) bool { return w.deliver(ctx, a, newest(died)) }, died))
 	}
 	return all
 }
@@ -145,7 +154,7 @@ func (w *Watch) deadDeliveries(l state) (all []func(context.Context)) {
 		}
 		counts := slices.DeleteFunc(slices.Clone(l.dead), func(c tables.EventCount) bool { return c.Group != group })
 		a := Alert{Kind: DeadDeliveries, Group: group, Died: len(died), Dead: deadDeliveries(byGroup[group]), Counts: counts}
-		all = append(all, w.common.deaths.alert(func(ctx context.Context) bool { return w.deliver(ctx, a, 0) }, died))
+		all = append(all, w.common.deaths.alert(func(ctx context.Context) bool { return w.deliver(ctx, a, newest(died)) }, died))
 	}
 	return all
 }

@@ -22,6 +22,10 @@ func NewMonitor(store Store, cfg Config, log *slog.Logger, checkNow <-chan struc
 	return &Monitor{watch: New(store, cfg), outage: outage.NewLog(log, "PostgreSQL, for alerts,"), checkNow: checkNow}
 }
 
+// Lead notes the epoch of the lease under which the next Run checks. A process that has the lease again, and no other
+// process has had it in between, alerts to all deaths since its last check.
+func (m *Monitor) Lead(epoch int64) { m.watch.lead(epoch) }
+
 // Run checks until ctx is cancelled. It only reads, so it may go on for a moment after the lease is lost. While
 // PostgreSQL fails, it backs off, also from a failure under an earlier lease. Another process may have alerted between
 // two leases, so under a new one it tells receivers anew what holds, and what does not.

@@ -102,8 +102,10 @@ type Watch struct {
 	slow     bool // a receiver has used up its time in this check
 	next     int  // which alert of the next check comes first
 
-	newTerm  bool      // another process may have alerted since the last check
-	lookedAt time.Time // when the last check found out which process alerts to what, or this term began
+	epoch     int64     // of the last lease of this process
+	othersLed bool      // another process may have had the lease since the last check
+	newTerm   bool      // this process has the lease anew since the last check
+	lookedAt  time.Time // when the last check found out which process alerts to what, or this term began
 }
 
 // conditions are the alerts that have begun, or have been tried.
@@ -274,20 +276,30 @@ func (w *Watch) read(ctx context.Context) (l state, err error) {
 	return l, err
 }
 
-// beginTerm says that this process has the lease anew, so that another one may have alerted since the last check.
+// lead notes the epoch of a lease that this process has taken. Each process that takes the lease raises the epoch by
+// one, so the next epoch after the last one of this process means that no other process has had the lease in between.
+func (w *Watch) lead(epoch int64) {
+	w.othersLed = w.othersLed || epoch != w.epoch+1
+	w.epoch = epoch
+}
+
+// beginTerm says that this process has the lease anew.
 func (w *Watch) beginTerm() { w.newTerm, w.lookedAt = true, time.Now() }
 
 // resume begins the first check of a term. What has begun in an earlier term may be over for a receiver, so it is
-// delivered again if it holds, and ended if it does not.
+// delivered again if it holds, and ended if it does not. Only another process with the lease may have alerted to deaths.
 func (w *Watch) resume(l state) {
 	w.newTerm = false
 	clear(w.closed)
 	clear(w.tried)
 	w.active.doubt()
-	w.deaths.resume(l.now, l.back)
-	if w.common != nil {
-		w.common.resume(l)
+	if w.othersLed {
+		w.deaths.resume(l.now, l.back)
 	}
+	if w.common != nil {
+		w.common.resume(l, w.othersLed)
+	}
+	w.othersLed = false
 }
 
 // isOwn reports whether the watch alerts to the events of a relay.

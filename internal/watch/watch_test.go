@@ -105,6 +105,7 @@ type watchFixture struct {
 	unready       int      // how much is stale, as the relay was told
 	fail          error    // what Deliver returns
 	panics        bool
+	epoch         int64 // of the last term
 }
 
 func newFixture(settings watch.Settings, relay string) *watchFixture {
