@@ -34,7 +34,6 @@ func (b *bench) describe(ctx context.Context) error {
 	b.machine = []fact{
 		{"processor", fmt.Sprintf("%s, %d cores", firstOf("/proc/cpuinfo", "model name"), runtime.NumCPU())},
 		{"memory", firstOf("/proc/meminfo", "MemTotal")},
-		{"kernel", contentOf("/proc/sys/kernel/osrelease")},
 		{"fsync of 8 KiB", fmt.Sprintf("%.2f ms, the median of %d", sync, syncs)},
 		{"commit of a row", fmt.Sprintf("%.2f ms, the median of %d, one after the other", commit, syncs)},
 	}

@@ -48,6 +48,9 @@ func (t *Rounds) say(format string, args ...any) {
 
 // String says how many rounds were disturbed.
 func (t *Rounds) String() string {
+	if t.again == 0 {
+		return fmt.Sprintf("no round lost more than %.0f %% of the processors to others", 100*mostStolen)
+	}
 	return fmt.Sprintf("%d rounds ran again because the host gave more than %.0f %% of the processors to others; %d count all the same, after %d tries",
 		t.again, 100*mostStolen, t.disturbed, t.Again+1)
 }
