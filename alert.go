@@ -130,16 +130,16 @@ func alertOf(a watch.Alert) Alert {
 type AlertConfig struct {
 	// Alerter gets the alerts. Nil means a [LogAlerter], except for alerts that the process logs anyway.
 	Alerter Alerter
-	// Interval is the time between two checks. Zero means 1 min.
+	// Interval is the time between checks. Zero means 1 min.
 	Interval time.Duration
-	// ReportInterval is the time between two reports of unresolved events and deliveries; [Forever] means none. Zero
+	// ReportInterval is the time between reports of unresolved events and deliveries; [Forever] means none. Zero
 	// means 10 min.
 	ReportInterval time.Duration
 	// DeadThreshold is how many unresolved dead events and deliveries cause an alert, at most [MaxCounted]. Zero means
 	// 10.
 	DeadThreshold int
-	// StaleAfter is the age at which a waiting event is stale. If StalePending events of a relay or a group are stale,
-	// there is an alert, and the leader's [Relay.Health] says that it does not work. Zero means 5 min.
+	// StaleAfter is the age at which a waiting event is stale. StalePending stale events of a relay or group cause an
+	// alert, and the leader's [Relay.Health] says that it does not work. Zero means 5 min.
 	StaleAfter time.Duration
 	// StalePending is how many stale events cause an alert. Zero means 100.
 	StalePending int

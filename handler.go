@@ -31,8 +31,8 @@ type HandlerConfig struct {
 	// expired; FromEnd then skips records. Zero means FromEnd.
 	From Start
 
-	// MaxPoll is the most events that one transaction handles, at most 10,000; for a consumer, of one partition. If
-	// handlers are slow, a transaction gets fewer, so that it takes about a second. Zero means 100.
+	// MaxPoll is the most events that one transaction handles, at most 10,000; for a consumer, of one partition.
+	// With slow handlers, a transaction gets fewer, so that it takes about a second. Zero means 100.
 	MaxPoll int
 
 	// Concurrency is how many handlers run at the same time. A worker (at most 1,000) counts handlers with and without
@@ -51,7 +51,8 @@ type HandlerConfig struct {
 	HoldDead bool
 
 	// RetryDeadAfter maps classes of the last error (event_delivery.last_error_code), such as timeout, to delays. After
-	// the delay, a DEAD delivery has all attempts again. It needs a database. Nil means that operators decide.
+	// the delay, a DEAD delivery has all attempts again. Without HoldDead, held deliveries stay DEAD, even if HoldDead
+	// held them. It needs a database. Nil means that operators decide.
 	RetryDeadAfter map[string]time.Duration
 
 	// HandlerTimeout is how long a handler (of [HandleBatch]: with all of its events) or a codec may run before its
@@ -84,7 +85,7 @@ type HandlerConfig struct {
 	Middleware []Middleware
 
 	// Alerts says which alerts are sent, and to whom: about dead and stale deliveries, and records that Kafka has
-	// removed unread. It needs a database. docs/watch.md says by which process. The zero value logs them.
+	// removed unread. It needs a database. docs/watch.md says by which process.
 	Alerts AlertConfig
 
 	// Hooks are called when events are handled, repeated, failed or dead.

@@ -44,11 +44,11 @@ type RelayConfig struct {
 	// at least once.
 	ExactlyOnce string
 
-	// BatchSize is the most events in a batch, at most 10,000. A batch also ends at 16 MiB. The relay stores its
-	// position after each batch: after a crash it sends up to one batch again. Zero means 5,000.
+	// BatchSize is the most events in a batch, at most 10,000. A batch also ends at 16 MiB. After a crash the relay
+	// sends up to one batch again. Zero means 5,000.
 	BatchSize int
 
-	// PollInterval is the time between two polls: of an idle relay for events, of a standby for the lease. Zero means
+	// PollInterval is the time between polls: of an idle relay for events, of a standby for the lease. Zero means
 	// 500 ms.
 	PollInterval time.Duration
 
@@ -73,12 +73,13 @@ type RelayConfig struct {
 	// HoldDead keeps the later events of a dead event's key until an operator decides. False means that they are sent.
 	HoldDead bool
 	// RetryDeadAfter maps classes of the last error, such as message_too_large, to delays. After the delay, a dead
-	// event has all retries again. Nil means that operators decide.
+	// event has all retries again. Without HoldDead, held events stay dead, even if HoldDead held them. Nil means that
+	// operators decide.
 	RetryDeadAfter map[string]time.Duration
 	// KeepSent keeps the rows of outbox_failed, as resolved, after their events were sent.
 	KeepSent bool
 
-	// Breaker stops the sending for a while when Kafka fails.
+	// Breaker stops sending for a while when Kafka fails.
 	Breaker BreakerConfig
 
 	// Retention says how long rows stay in the tables.

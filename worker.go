@@ -187,7 +187,7 @@ type WorkerConfig struct {
 	// of a topic and key in order.
 	Unordered bool
 
-	// PollInterval is the time between two polls for events that no [Waker] has announced. Zero means 1 s.
+	// PollInterval is the time between polls for events that no [Waker] has announced. Zero means 1 s.
 	PollInterval time.Duration
 
 	// Lease is how long after a crash another process waits before it takes the events of the crashed process, at least

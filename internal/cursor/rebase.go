@@ -111,9 +111,9 @@ func (c *Store) Rebase(ctx context.Context, l *lease.Lease) (unsent int64, err e
 }
 
 // sqlCursorSequence reads the last id that the sequence of outbox_cursor has drawn, and the highest id above it that a
-// row has: a row of a relay, or of the name $1. Rows of other groups count if one of the next 500 ids is theirs, because
-// the id of a new position must be free. PostgreSQL does not tell the last id of a sequence that was restarted: then it
-// draws one.
+// row has: a row of a relay, or of the name $1. Rows of other groups count if one of the next 500 ids is theirs: the id
+// of a new position must be free. PostgreSQL does not tell the last id of a sequence that was restarted: then it draws
+// one.
 const sqlCursorSequence = tables.NewestCursors + `, drawn AS MATERIALIZED (
     SELECT coalesce(pg_catalog.pg_sequence_last_value({cursor_ids}), CASE WHEN EXISTS (SELECT FROM {schema}.outbox_cursor) THEN pg_catalog.nextval({cursor_ids}) - 1 ELSE 0 END) AS id
 )
@@ -129,7 +129,7 @@ SELECT drawn.id, greatest((
 
 // CheckSequence returns [ErrSequenceBehind] if a new event could get the id of an older
 // one, or if a new position would be older than the last one. The error has the statements for all sequences. Positions
-// of other groups of workers do not count.
+// of other groups of workers do not count, but for ids that are about to be drawn.
 func (c *Store) CheckSequence(ctx context.Context) error {
 	var behind, remedy []string
 	for _, of := range []struct{ table, sql string }{{"outbox", c.SQLSequence}, {"outbox_cursor", c.sqlCursorSequence}} {

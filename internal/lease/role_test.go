@@ -33,7 +33,7 @@ func TestRoleReportsLeaseBeforeWork(t *testing.T) {
 	})
 	down.Store(true)
 	var reports testenv.Kept[error]
-	atWork := make(chan []error)
+	atWork, epochs := make(chan []error), make(chan int64, 1)
 	role := &lease.Role{
 		Lease: lease.NewGroupLease(db, schema, "worker:bank", time.Second), Name: "the lease of the test",
 		Cut: context.Background(), StopTimeout: time.Second, Log: slog.New(slog.DiscardHandler),
@@ -44,7 +44,10 @@ func TestRoleReportsLeaseBeforeWork(t *testing.T) {
 			}
 			<-ctx.Done()
 		},
-		Alert: func(ctx context.Context) { <-ctx.Done() },
+		Alert: func(ctx context.Context) {
+			epochs <- lease.EpochOf(ctx)
+			<-ctx.Done()
+		},
 		Report: func(_ time.Time, err error) {
 			reports.Add(err)
 			down.Store(false)
@@ -56,6 +59,7 @@ func TestRoleReportsLeaseBeforeWork(t *testing.T) {
 		require.Len(t, before, 2)
 		require.ErrorIs(t, before[0], errDial)
 		require.NoError(t, before[1])
+		require.EqualValues(t, 1, <-epochs)
 	case <-time.After(testenv.Patience):
 		require.Fail(t, "the role does not work")
 	}

@@ -287,7 +287,7 @@ func (w *Watch) lead(epoch int64) {
 func (w *Watch) beginTerm() { w.newTerm, w.lookedAt = true, time.Now() }
 
 // resume begins the first check of a term. What has begun in an earlier term may be over for a receiver, so it is
-// delivered again if it holds, and ended if it does not. Only another process with the lease may have alerted to deaths.
+// delivered again if it holds, and ended if it does not. Deaths are another process's only if that has had the lease.
 func (w *Watch) resume(l state) {
 	w.newTerm = false
 	clear(w.closed)
