@@ -63,8 +63,39 @@ func (m *missedEvents) isBehind(r *kgo.Record) bool {
 	return r.Offset >= m.until.Offset || m.until.Epoch >= 0 && r.LeaderEpoch > m.until.Epoch
 }
 
+// writtenAnew notes an offset from which on Kafka has written records in place of lost ones. The caller holds mu.
+func (w *partitionWorker) writtenAnew(from int64) {
+	if w.anew == starts.None || from < w.anew {
+		w.anew = from
+	}
+}
+
+// openGaps has the handlers that this member lacks get the records that Kafka has written in place of lost ones: their
+// gaps begin where the member has begun, which may be behind these records. It must return before one of these is
+// handled, and its offset committed. It returns false if the worker is stopped.
+func (w *partitionWorker) openGaps() bool {
+	w.mu.Lock()
+	from := w.anew
+	w.mu.Unlock()
+	if from == starts.None {
+		return true
+	}
+	if w.write(func(ctx context.Context) error { return w.group.openGaps(ctx, w.partition, from) }) != nil {
+		return false
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.anew == from { // otherwise the poll loop has found another one since, before it has got records from there
+		w.anew = starts.None
+	}
+	return true
+}
+
 // cutGap ends a gap at a record that Kafka has written in place of a lost one.
 func (w *partitionWorker) cutGap(gap *missedEvents, at *kgo.Record) {
+	w.mu.Lock()
+	w.writtenAnew(at.Offset)
+	w.mu.Unlock()
 	w.group.truncated(&kgo.ErrDataLoss{
 		Topic: w.partition.Topic, Partition: w.partition.Number,
 		ConsumedTo: gap.until.Offset, ConsumedToEpoch: gap.until.Epoch, ResetTo: at.Offset, ResetToEpoch: at.LeaderEpoch,
@@ -92,7 +123,9 @@ func (w *partitionWorker) handleMissed(records []*kgo.Record) (others []*kgo.Rec
 		}
 	}
 	if n < len(records) && records[n].Offset < gap.until.Offset {
-		w.cutGap(gap, records[n])
+		if w.cutGap(gap, records[n]); !w.openGaps() {
+			return nil
+		}
 	}
 	if n < len(records) || gap.next >= gap.until.Offset {
 		gap.next = gap.until.Offset

@@ -58,8 +58,9 @@ type partitionFixture struct {
 	noted   map[handling.NoteKey]bool // committed
 	current []string                  // calls of handlers in the transaction
 	log     []string
-	commits int  // that were asked for
-	forged  bool // headers of replays
+	opens   string // + goes well, o is an outage
+	commits int    // that were asked for
+	forged  bool   // headers of replays
 	paused  []bool
 	records []*kgo.Record // dead letters
 	resumed atomic.Bool   // the topic, since the last call of a handler
@@ -169,6 +170,14 @@ func (s *partitionFixture) proveHeld(_ context.Context, _ kafka.Partition, commi
 
 func (s *partitionFixture) truncated(loss *kgo.ErrDataLoss) {
 	s.log = append(s.log, fmt.Sprintf("lost records before %d, from %d on", loss.ConsumedTo, loss.ResetTo))
+}
+
+func (s *partitionFixture) openGaps(_ context.Context, _ kafka.Partition, from int64) error {
+	s.log = append(s.log, fmt.Sprintf("gaps from %d on", from))
+	if next(&s.opens) == 'o' {
+		return errPlayed
+	}
+	return nil
 }
 
 func (s *partitionFixture) passGaps(context.Context, []starts.Gap, int64) error {

@@ -163,6 +163,10 @@ func (m *membership) suspect(ctx context.Context, at kafka.Partition, offset int
 	return m.starts.Suspect(ctx, at, offset, stopped)
 }
 
+func (m *membership) openGaps(ctx context.Context, at kafka.Partition, from int64) error {
+	return m.starts.OpenGaps(ctx, at, from)
+}
+
 func (m *membership) passGaps(ctx context.Context, gaps []starts.Gap, until int64) error {
 	return m.starts.PassGaps(ctx, gaps, until)
 }

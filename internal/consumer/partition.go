@@ -73,6 +73,7 @@ type partitionWorker struct {
 	unclean  uncleanEnds
 	gap      *missedEvents    // nil for none; set by begin, its fields are only for run
 	cut      *kgo.EpochOffset // where Kafka has lost records while the gap was open, as the client says; or nil
+	anew     int64            // see writtenAnew; starts.None once the gaps of handlers that this member lacks begin there
 	read     int64            // the offset after the last fetched record
 	epoch    int32            // of the leader that had that record; -1 if it is not known
 	next     kgo.EpochOffset  // the offset after the last handled record
@@ -96,6 +97,8 @@ type partitionGroup interface {
 	// suspect notes that a record is to be handled alone, or with [starts.None] that none is any more. It returns how
 	// often processes have ended since the record was noted first. Stopped takes the note back.
 	suspect(ctx context.Context, at kafka.Partition, offset int64, stopped bool) (ends int, err error)
+	// openGaps notes that handlers which this member lacks miss the records of a partition from an offset on.
+	openGaps(ctx context.Context, at kafka.Partition, from int64) error
 	// passGaps notes that the gaps of a partition are read up to From of each. They are read to their end at until.
 	passGaps(ctx context.Context, gaps []starts.Gap, until int64) error
 	// checkReplays returns an answer for each record: without an error if it was replayed from a dead-letter topic,
@@ -118,7 +121,7 @@ func newPartitionWorker(partition kafka.Partition, r *reader, group partitionGro
 	limits.budget.Open()
 	w := &partitionWorker{
 		partition: partition, reader: r, group: group, cfg: cfg, limits: limits, parking: limits.parking, outages: outages, log: r.processor.Log, batch: cfg.MaxPoll,
-		added: make(chan struct{}, 1), room: make(chan struct{}, 1), ended: make(chan struct{}), read: starts.None, saved: starts.None,
+		added: make(chan struct{}, 1), room: make(chan struct{}, 1), ended: make(chan struct{}), anew: starts.None, read: starts.None, saved: starts.None,
 	}
 	w.end = sync.OnceFunc(func() {
 		w.close()
@@ -156,8 +159,10 @@ func (w *partitionWorker) run() {
 			continue
 		}
 		size := sizeOf(records)
-		if others := w.handleSuspects(records); len(others) > 0 {
-			w.handle(w.handleMissed(others))
+		if w.openGaps() {
+			if others := w.handleSuspects(records); len(others) > 0 {
+				w.handle(w.handleMissed(others))
+			}
 		}
 		w.commitFirst()
 		w.drop(size)

@@ -63,6 +63,7 @@ func (w *partitionWorker) truncated(loss *kgo.ErrDataLoss) {
 	if w.read != starts.None {
 		w.read, w.epoch = loss.ResetTo, loss.ResetToEpoch
 	}
+	w.writtenAnew(loss.ResetTo)
 	if w.gap != nil && (w.cut == nil || loss.ResetTo < w.cut.Offset) {
 		w.cut = &kgo.EpochOffset{Epoch: loss.ResetToEpoch, Offset: loss.ResetTo}
 	}

@@ -116,6 +116,29 @@ func (s *Store) open(ctx context.Context, gaps []Gap) error {
 	return nil
 }
 
+// OpenGaps notes that handlers of the group that this member lacks miss the records of a partition from an offset on.
+// Kafka has written them in place of lost ones, behind the offset at which the member has begun.
+func (m *Member) OpenGaps(ctx context.Context, at kafka.Partition, from int64) error {
+	if m.cfg.Store == nil {
+		return nil
+	}
+	lacking, err := m.cfg.Store.handlers(ctx, []string{at.Topic})
+	if err != nil {
+		return err
+	}
+	for _, own := range m.cfg.Handlers {
+		delete(lacking, own)
+	}
+	var gaps []Gap
+	for h := range lacking {
+		gaps = append(gaps, Gap{Handler: h, Number: at.Number, From: from, id: m.TopicID(at.Topic)})
+	}
+	if len(gaps) == 0 {
+		return nil
+	}
+	return m.cfg.Store.open(ctx, gaps)
+}
+
 // sqlGaps reads the gaps of topics.
 const sqlGaps = `
 SELECT topic, topic_id, partition, action, event_type, from_offset, version

@@ -126,6 +126,28 @@ func TestGapIsOpenedAgain(t *testing.T) {
 	requireGaps(t, s, 5)
 }
 
+// A member without a handler begins at offset 9. Kafka has written records from offset 5 on in place of lost ones, and the
+// member handles them. The handler gets them later.
+func TestLackingHandlersGetRecordsWrittenAnew(t *testing.T) {
+	t.Parallel()
+	s, id := storeFixture(t)
+	require.NoError(t, s.register(t.Context(), "sales", id, []Handler{count, sum}, nil))
+	at := kafka.Partition{Topic: "sales", Number: 1}
+	m := NewMember(Config{Store: s, Handlers: []Handler{count}})
+	m.ids["sales"] = id
+	require.NoError(t, s.open(t.Context(), []Gap{{Handler: sum, Number: 1, From: 9, id: id}}))
+	require.NoError(t, m.OpenGaps(t.Context(), at, 5))
+	gaps := requireGaps(t, s, 5)
+	require.Equal(t, Gap{Handler: sum, Number: 1, From: 5, id: id, version: gaps[0].version}, gaps[0])
+	require.NoError(t, m.OpenGaps(t.Context(), at, 7))
+	requireGaps(t, s, 5)
+
+	m.cfg.Handlers = []Handler{count, sum}
+	require.NoError(t, m.OpenGaps(t.Context(), at, 3))
+	requireGaps(t, s, 5)
+	require.NoError(t, NewMember(Config{}).OpenGaps(t.Context(), at, 3), "without a store")
+}
+
 // A topic that was created again has no record that an action could lack of the deleted one.
 func TestGapsOfDeletedTopicGo(t *testing.T) {
 	t.Parallel()
