@@ -10,6 +10,7 @@ import (
 	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/starts"
+	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // alonePlace is what a worker needs while it handles a suspect: the place in limits.alone, and the note in PostgreSQL
@@ -91,7 +92,7 @@ func (w *partitionWorker) givePlace() {
 
 // forgetSuspect takes the note back that a record is handled alone: it may not be done, but it has not ended this
 // process. The note stays if the partition is lost, which counts as an unclean end. A stop and a rebalance wait for a
-// worker no longer than abandonGrace, so the worker waits no longer for PostgreSQL then.
+// worker no longer than abandonGrace, so the worker waits for PostgreSQL for half of it then.
 func (w *partitionWorker) forgetSuspect() {
 	if w.isLost() {
 		return
@@ -100,11 +101,9 @@ func (w *partitionWorker) forgetSuspect() {
 	if offset == nil {
 		return
 	}
-	patience := delivery.WriteTimeout
-	if w.held.Err() != nil {
-		patience = abandonGrace
-	}
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(w.held), patience)
+	ctx, endGrace := wait.Grace(w.held, abandonGrace/2) // the wait for this worker has begun before
+	defer endGrace()
+	ctx, cancel := context.WithTimeout(ctx, delivery.WriteTimeout)
 	defer cancel()
 	if _, err := w.group.suspect(ctx, w.partition, *offset, true); err != nil {
 		w.log.Debug("outbox: it is not noted that a record has not ended this process", "partition", w.partition.Name(), "offset", *offset, "error", err)

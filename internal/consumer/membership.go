@@ -318,6 +318,11 @@ const abandonGrace = time.Second
 
 // remove removes the workers of partitions from the map, so that commitAll leaves them out.
 func (m *membership) remove(topics map[string][]int32) (workers []*partitionWorker) {
+	defer func() {
+		for topic := range topics {
+			m.endUnread(topic)
+		}
+	}()
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	for topic, numbers := range topics {

@@ -193,3 +193,31 @@ func TestExpelledMemberIsNoOutage(t *testing.T) {
 	m.fetchFailed(t.Context(), time.Now(), kafka.Partition{}, errors.New("no route"))
 	require.True(t, m.outages.Failing())
 }
+
+// An outage of a topic ends with the last of its partitions whose fetches have failed: nothing would show its end. A
+// failure that comes when the partition is with another member begins no outage, and pauses nothing.
+func TestOutageLeavesWithThePartition(t *testing.T) {
+	t.Parallel()
+	client, err := kgo.NewClient(kgo.SeedBrokers("127.0.0.1:1"), kgo.ConsumeTopics("sales"), kgo.ConsumerGroup("g"))
+	require.NoError(t, err)
+	defer client.Close()
+	var lines bytes.Buffer
+	at := func(number int32) kafka.Partition { return kafka.Partition{Topic: "sales", Number: number} }
+	m := &membership{client: client, outages: outage.NewLogs(slog.New(slog.NewTextHandler(&lines, nil))), workers: map[kafka.Partition]*partitionWorker{at(0): {}, at(1): {}}}
+	for n := range int32(2) {
+		m.fetchFails(time.Now(), at(n), kerr.TopicAuthorizationFailed)
+	}
+	require.Len(t, client.PauseFetchPartitions(nil)["sales"], 2)
+	m.remove(map[string][]int32{"sales": {0}})
+	require.Len(t, m.outages.Current(), 1)
+	require.NotContains(t, lines.String(), "is not tried any more")
+	m.remove(map[string][]int32{"sales": {1}})
+	require.Empty(t, m.outages.Current())
+	require.False(t, m.outages.Failing())
+	require.Contains(t, lines.String(), "is not tried any more: this process has none of the partitions")
+
+	client.ResumeFetchPartitions(map[string][]int32{"sales": {0, 1}})
+	m.fetchFails(time.Now(), at(1), kerr.TopicAuthorizationFailed)
+	require.Empty(t, m.outages.Current())
+	require.Empty(t, client.PauseFetchPartitions(nil))
+}

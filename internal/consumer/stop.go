@@ -240,7 +240,9 @@ func leaveGroupKIP848(ctx context.Context, client *kgo.Client, group, member str
 	request := kmsg.NewPtrConsumerGroupHeartbeatRequest()
 	request.Group, request.MemberID, request.MemberEpoch = group, member, departing
 	response, err := request.RequestWith(ctx, client)
-	if err != nil {
+	if err != nil && (ctx.Err() != nil || kgo.IsRetryableBrokerErr(err)) {
+		return err
+	} else if err != nil {
 		return kerr.UnknownMemberID // the broker knows no such groups
 	}
 	if err = kerr.ErrorForCode(response.ErrorCode); errors.Is(err, kerr.GroupIDNotFound) {

@@ -26,19 +26,49 @@ func (m *membership) fetchFails(began time.Time, at kafka.Partition, err error) 
 		m.outages.Report(outageFetching, began, err)
 		return
 	}
+	if !m.addUnread(at, err) {
+		return // it is not fetched any more
+	}
+	m.outages.Report(outageFetchingTopic+at.Topic, began, err)
+	if at != at.WholeTopic() && m.workerOf(at) == nil {
+		m.endUnread(at.Topic)
+	}
+}
+
+// addUnread notes and pauses a partition whose fetch has failed. It returns false if the partition is not assigned.
+func (m *membership) addUnread(at kafka.Partition, err error) (added bool) {
 	m.mu.Lock()
-	assigned := m.workers[at] != nil
+	defer m.mu.Unlock()
+	if at != at.WholeTopic() {
+		if m.workers[at] == nil {
+			return false
+		}
+		m.pauseFetching(at) // here: once it was revoked and assigned again, nothing would resume it
+	}
 	if m.unread == nil {
 		m.unread = map[kafka.Partition]error{}
 	}
-	if assigned || at == at.WholeTopic() {
-		m.unread[at] = err
+	m.unread[at] = err
+	return true
+}
+
+// endUnread ends the outage of a topic if no partition is left whose fetch has failed: others have them now.
+func (m *membership) endUnread(topic string) {
+	if m.outages.Failing() && !m.hasUnread(topic) {
+		m.outages.Abandon(outageFetchingTopic+topic, "this process has none of the partitions any more whose fetches have failed")
 	}
-	m.mu.Unlock()
-	m.outages.Report(outageFetchingTopic+at.Topic, began, err)
-	if assigned {
-		m.pauseFetching(at)
+}
+
+// hasUnread reports whether fetches of a topic have failed, and none has been answered since.
+func (m *membership) hasUnread(topic string) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for at := range m.unread {
+		if at.Topic == topic {
+			return true
+		}
 	}
+	return false
 }
 
 // fetchWorks notes that a broker has answered a fetch of a partition.
@@ -49,12 +79,8 @@ func (m *membership) fetchWorks(at kafka.Partition) {
 	m.mu.Lock()
 	delete(m.unread, at)
 	delete(m.unread, at.WholeTopic())
-	others := false
-	for other := range m.unread {
-		others = others || other.Topic == at.Topic
-	}
 	m.mu.Unlock()
-	if !others {
+	if !m.hasUnread(at.Topic) {
 		m.outages.Report(outageFetchingTopic+at.Topic, time.Now(), nil)
 	}
 }

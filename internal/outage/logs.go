@@ -87,6 +87,16 @@ func (l *Logs) Report(name string, began time.Time, err error) {
 	}
 }
 
+// Abandon is [Log.Abandon] of a thing, if it fails.
+func (l *Logs) Abandon(name, why string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if one := l.known[name]; one != nil && one.Current() != nil {
+		l.count(one, -1)
+		one.Abandon(why)
+	}
+}
+
 // newMinute begins another minute if the current one is over: it logs how many things fail without a name, and forgets
 // what need not be known, but for the thing that is reported.
 func (l *Logs) newMinute(now time.Time, reported string) {
