@@ -75,8 +75,8 @@ func deadPool(t *testing.T, conn *deadConn) *pgxpool.Pool {
 }
 
 // A worker whose connection dies in silence in its transaction waits for PostgreSQL no longer than its statements may
-// take, and for a COMMIT no longer than PostgreSQL runs it. The event is handled once, whether the transaction was committed or
-// not.
+// take, and for a COMMIT no longer than PostgreSQL runs it. The event is handled once, whether the transaction was
+// committed or not.
 func TestConnectionDiesInATransaction(t *testing.T) {
 	t.Parallel()
 	testenv.Direct(t)

@@ -117,8 +117,8 @@ const commitIsLost = 40 * time.Second
 
 var lostCommits = map[string]struct{ executed bool }{"COMMIT has not arrived": {false}, "COMMIT is executed": {true}}
 
-// The connection of a COMMIT dies in silence behind a proxy. The lane of a worker waits until PostgreSQL has said that it
-// does not run the COMMIT, and goes on. It used to wait for as long as ten calls. Meanwhile log and Health say so.
+// The connection of a COMMIT dies in silence behind a proxy. The lane of a worker waits until PostgreSQL has said that
+// it does not run the COMMIT, and goes on. It used to wait for as long as ten calls. Meanwhile log and Health say so.
 func TestWorkerLosesACommit(t *testing.T) {
 	t.Parallel()
 	testenv.Long(t)
