@@ -71,7 +71,7 @@ func (w *partitionWorker) writtenAnew(from int64) {
 }
 
 // openGaps has the handlers that this member lacks get the records that Kafka has written in place of lost ones: their
-// gaps begin where the member has begun, which may be behind these records. It must return before one of these is
+// gaps begin where the member has begun, and these records may be before that. It must return before one of these is
 // handled, and its offset committed. It returns false if the worker is stopped.
 func (w *partitionWorker) openGaps() bool {
 	w.mu.Lock()

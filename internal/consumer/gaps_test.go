@@ -79,8 +79,8 @@ func TestGapOfTruncatedLog(t *testing.T) {
 	}
 }
 
-// Kafka has written records in place of lost ones, behind the offset at which this member has begun. The handlers of the
-// group that it lacks miss them, which is noted before one of them is handled, also in an outage of PostgreSQL.
+// Kafka has written records in place of lost ones, before the offset at which this member has begun. The handlers of
+// the group that it lacks miss them, which is noted before one of them is handled, also in an outage of PostgreSQL.
 func TestRecordsWrittenAnewAreNoted(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

@@ -117,7 +117,7 @@ func (s *Store) open(ctx context.Context, gaps []Gap) error {
 }
 
 // OpenGaps notes that handlers of the group that this member lacks miss the records of a partition from an offset on.
-// Kafka has written them in place of lost ones, behind the offset at which the member has begun.
+// Kafka has written them in place of lost ones, before the offset at which the member has begun.
 func (m *Member) OpenGaps(ctx context.Context, at kafka.Partition, from int64) error {
 	if m.cfg.Store == nil {
 		return nil

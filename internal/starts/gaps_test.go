@@ -126,8 +126,8 @@ func TestGapIsOpenedAgain(t *testing.T) {
 	requireGaps(t, s, 5)
 }
 
-// A member without a handler begins at offset 9. Kafka has written records from offset 5 on in place of lost ones, and the
-// member handles them. The handler gets them later.
+// A member without a handler begins at offset 9. Kafka has written records from offset 5 on in place of lost ones, and
+// the member handles them. The handler gets them later.
 func TestLackingHandlersGetRecordsWrittenAnew(t *testing.T) {
 	t.Parallel()
 	s, id := storeFixture(t)
