@@ -115,6 +115,32 @@ func TestBuildKeepsItsLock(t *testing.T) {
 	require.NoError(t, <-done)
 }
 
+// PostgreSQL goes on building an index when the client that has begun it is killed, or has lost the lock. The index is
+// not dropped then, and is there when PostgreSQL is done.
+func TestBuildOfALostClientIsAwaited(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t)
+	open := f.open(t)
+	lost := make(chan error, 1)
+	go func() {
+		_, err := f.db.Exec(t.Context(), f.sql(`CREATE INDEX CONCURRENTLY outbox_aggregate_idx ON {s}.outbox (aggregate_type, aggregate_id, id)`))
+		lost <- err
+	}()
+	require.Eventually(t, func() bool { return f.isThere(t) }, testenv.Patience, 5*time.Millisecond)
+	oid := func() (oid uint32) {
+		require.NoError(t, f.db.QueryRow(t.Context(), `SELECT to_regclass(format('%I.outbox_aggregate_idx', $1::text))::oid`, f.schema).Scan(&oid))
+		return oid
+	}
+	began, done := oid(), make(chan error, 1)
+	go func() { done <- f.build(t.Context(), f.db) }()
+	require.Eventually(t, func() bool { return strings.Contains(f.log.String(), "another session builds an index: session ") }, testenv.Patience, 10*time.Millisecond)
+	require.NoError(t, open.Commit(t.Context()))
+	require.NoError(t, <-lost)
+	require.NoError(t, <-done)
+	require.Equal(t, began, oid())
+	require.NotContains(t, f.log.String(), "left unfinished")
+}
+
 // poolerConn is a connection to a pooler that invents the numbers of server processes.
 type poolerConn struct{ net.Conn }
 

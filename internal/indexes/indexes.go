@@ -70,7 +70,10 @@ func Build(ctx context.Context, db *pgxpool.Pool, schema string, x Index, log *s
 			return errors.Join(ctx.Err(), err)
 		case errors.Is(err, errTaken):
 			if time.Since(began) > quietly && waiting.Current() == nil {
-				waiting.Report(fmt.Errorf("%w: %s", err, pg.AdvisoryHolder(ctx, db, lockName+schema)))
+				if err == errTaken { //nolint:errorlint // without more
+					err = fmt.Errorf("%w: %s", err, pg.AdvisoryHolder(ctx, db, lockName+schema))
+				}
+				waiting.Report(err)
 			}
 		case err != nil && !pg.IsTransient(err): // a deadlock with another process that builds an index is transient
 			return fmt.Errorf("build index %s: %w", x.name, err)
@@ -207,19 +210,26 @@ func (b *builder) state(ctx context.Context) (s state, err error) {
 	return s, err
 }
 
+// sqlIsValid also reads the process that builds an index. PostgreSQL goes on building when a client has lost the lock,
+// or was killed.
 const sqlIsValid = `
-SELECT i.indisvalid FROM pg_index AS i JOIN pg_class AS c ON c.oid = i.indexrelid JOIN pg_namespace AS n ON n.oid = c.relnamespace
+SELECT i.indisvalid, coalesce((SELECT min(p.pid) FROM pg_stat_progress_create_index AS p
+                                WHERE p.datname = current_database() AND p.index_relid = i.indexrelid), 0)
+  FROM pg_index AS i JOIN pg_class AS c ON c.oid = i.indexrelid JOIN pg_namespace AS n ON n.oid = c.relnamespace
  WHERE n.nspname = $1 AND c.relname = $2`
 
-// buildIn builds an index of a table without partitions. Where one is invalid, a process has
-// ended while it was built.
+// buildIn builds an index of a table without partitions. Where one is invalid that PostgreSQL does not build, a process
+// has ended while it was built.
 func (b *builder) buildIn(ctx context.Context, table, name string) error {
 	var valid bool
-	err := b.db.QueryRow(ctx, sqlIsValid, b.schema, name).Scan(&valid)
+	var builder int
+	err := b.db.QueryRow(ctx, sqlIsValid, b.schema, name).Scan(&valid, &builder)
 	switch {
 	case errors.Is(err, pgx.ErrNoRows):
 	case err != nil || valid:
 		return err
+	case builder != 0:
+		return fmt.Errorf("%w: session %d", errTaken, builder)
 	default:
 		b.log.Warn("outbox: an index was left unfinished and is built again", "index", name, "schema", b.schema)
 		if err := b.alone(ctx, b.sql(`DROP INDEX CONCURRENTLY IF EXISTS %s`, name)); err != nil {
