@@ -278,7 +278,7 @@ func TestDoctorOnEndedRelay(t *testing.T) {
 	require.Len(t, d.findings(t, "--only", "relay.ended"), 1)
 	d.exec(t, `INSERT INTO {s}.event_subscription (consumer_group, state, started) VALUES ('mail', 'starting', 0)`)
 	f = d.requireFinding(t, "relay.ended", severityWarning, "group mail reads from Kafka, where no relay sends: relay r has ended by a cut")
-	require.Contains(t, f.Do, `.outbox_cursor WHERE relay = 'worker:mail'`, "its position keeps rows of outbox")
+	require.Contains(t, f.Do, `"outbox_cursor" WHERE relay = 'worker:mail'`, "its position keeps rows of outbox")
 	require.Len(t, d.findings(t, "--only", "relay.ended"), 1, "mail reads from Kafka once it has the events of the archive")
 	d.exec(t, `INSERT INTO {s}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch) VALUES ('other', 0, '1:1:', 0, 1, 1)`)
 	require.Len(t, d.findings(t, "--only", "relay.ended"), 1, "other does not run")

@@ -150,11 +150,16 @@ func (s groupsState) readsKafka(group string) bool {
 		!slices.ContainsFunc(s.Left, func(l tables.Left) bool { return l.Group == group })
 }
 
-// deleteGroup says how to delete the rows that say that a group has begun.
+// groupTables have rows of a group that stay when its processes are gone, besides those of its events.
+var groupTables = []string{"consumer_start", "consumer_handler", "consumer_gap", "consumer_pause", "event_subscription", "event_member", "event_success"}
+
+// deleteGroup says how to delete the rows of a group.
 func deleteGroup(schema, group string) string {
-	return fmt.Sprintf("If the group is given up, delete its rows: DELETE FROM %[1]s.consumer_start WHERE consumer_group = %[2]s; "+
-		"DELETE FROM %[1]s.event_subscription WHERE consumer_group = %[2]s; DELETE FROM %[1]s.outbox_cursor WHERE relay = %[3]s",
-		pgx.Identifier{schema}.Sanitize(), quoteText(group), quoteText(tables.WorkerPrefix+group))
+	text := "If the group is given up, delete its rows:"
+	for _, table := range groupTables {
+		text += fmt.Sprintf(" DELETE FROM %s WHERE consumer_group = %s;", pgx.Identifier{schema, table}.Sanitize(), quoteText(group))
+	}
+	return text + fmt.Sprintf(" DELETE FROM %s WHERE relay = %s", pgx.Identifier{schema, "outbox_cursor"}.Sanitize(), quoteText(tables.WorkerPrefix+group))
 }
 
 // memberFindings reports what a process has said of itself besides outages and breakers, or that it has not renewed its
